@@ -1,0 +1,156 @@
+"""The `acco` section of a DeepSpeed JSON: parsed once, validated once, frozen."""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from enum import Enum
+from typing import Any
+
+SECTION = "acco"
+
+
+class Mode(str, Enum):
+    """Which rounds an update is made of (DESIGN: modes)."""
+
+    ACCO = "acco"
+    DPU = "dpu"
+    WP = "wp"
+    SYNC = "sync"
+
+
+class Accumulation(str, Enum):
+    """How many micro-batches make a half."""
+
+    FIXED = "fixed"
+
+
+def _option(default: Any, doc: str) -> Any:
+    return field(default=default, metadata={"doc": doc})
+
+
+@dataclass(frozen=True)
+class AccoConfig:
+    """Options of the `acco` section. Unknown keys, wrong types and values out of range raise ValueError.
+
+    The field documentation below is the source of the JSON reference in docs/configuration.md.
+    """
+
+    enabled: bool = _option(
+        True,
+        "`false` leaves the run on DeepSpeed's own ZeRO stage 1, exactly as if the section were absent.",
+    )
+    mode: Mode = _option(
+        Mode.ACCO,
+        "`acco`: an estimate round and a commit round per update, both hidden behind compute. "
+        "`dpu`: one hidden round per update, every gradient one update stale (delayed parameter update). "
+        "`wp`: `dpu` with the weights shown to compute predicted by a second application of the optimizer. "
+        "`sync`: one round per update, waited for (the ZeRO-1 rule in ACCO's buffers).",
+    )
+    accumulation: Accumulation = _option(
+        Accumulation.FIXED,
+        "`fixed`: `gradient_accumulation_steps` is the number of micro-batches per rank and update, as in "
+        "ZeRO-1; batch size, learning-rate schedule and global steps mean what they mean there.",
+    )
+    estimate_fraction: float = _option(
+        0.5,
+        "Share of an update's micro-batches in its first half, 0 < f < 1. The first half takes "
+        "floor(f * gradient_accumulation_steps) micro-batches, at least one, and leaves at least one. "
+        "Used by mode `acco` only.",
+    )
+    warmup_updates: int = _option(
+        0,
+        "Number of updates at the start of training made with `sync` rounds before `mode` takes over.",
+    )
+
+    @classmethod
+    def from_dict(cls, section: Any, where: str = SECTION) -> AccoConfig:
+        """Build from the parsed JSON section.
+
+        Args:
+            section: the value of the `acco` key (a mapping).
+            where: how to name the section in messages.
+
+        Raises:
+            ValueError: naming the key, the value found and what is accepted.
+        """
+        if not isinstance(section, Mapping):
+            raise ValueError(f'"{where}" must be an object such as {{"mode": "acco"}}, got {section!r}')
+        known = {f.name: f for f in fields(cls)}
+        for key in section:
+            if key not in known:
+                raise ValueError(unknown_key_message(f"{where}.{key}", key, known))
+        values = {name: _parse(f"{where}.{name}", known[name].default, value) for name, value in section.items()}
+        config = cls(**values)
+        config._check(where)
+        return config
+
+    def _check(self, where: str) -> None:
+        if not 0.0 < self.estimate_fraction < 1.0:
+            raise ValueError(
+                f'"{where}.estimate_fraction" must lie strictly between 0 and 1, got {self.estimate_fraction}'
+            )
+        if self.warmup_updates < 0:
+            raise ValueError(f'"{where}.warmup_updates" must be 0 or more, got {self.warmup_updates}')
+
+    def check_accumulation_steps(self, steps: int) -> None:
+        """Raise ValueError if an update of `steps` micro-batches per rank cannot be split into two halves."""
+        if self.enabled and self.mode is Mode.ACCO and steps < 2:
+            raise ValueError(
+                f'"acco.mode": "acco" splits the micro-batches of an update into two halves, so '
+                f"gradient_accumulation_steps must be at least 2, got {steps}. Use a smaller micro-batch with more "
+                f'accumulation steps, or "mode": "dpu" / "wp" / "sync".'
+            )
+
+    def first_half_micro_batches(self, steps: int) -> int:
+        """Micro-batches of the first half of an update of `steps` micro-batches per rank (at least 1, leaves 1)."""
+        # The small term keeps products such as 0.29 * 100 = 28.999999999999996 from losing a micro-batch.
+        return min(max(1, math.floor(self.estimate_fraction * steps + 1e-9)), max(1, steps - 1))
+
+
+def acco_config(deepspeed_config: Mapping[str, Any]) -> AccoConfig | None:
+    """The enabled `acco` section of a parsed DeepSpeed JSON, or None if it is absent or disabled.
+
+    Raises:
+        ValueError: if the section is there and malformed (also when it is disabled).
+    """
+    if SECTION not in deepspeed_config:
+        return None
+    config = AccoConfig.from_dict(deepspeed_config[SECTION])
+    return config if config.enabled else None
+
+
+def unknown_key_message(path: str, key: str, known: Any) -> str:
+    """One-line refusal of an unknown key, with the nearest right name if there is one."""
+    close = difflib.get_close_matches(key, list(known), n=1)
+    hint = f'; did you mean "{close[0]}"?' if close else f"; known keys: {', '.join(sorted(known))}"
+    return f'unknown key "{path}"{hint}'
+
+
+def _parse(path: str, default: Any, value: Any) -> Any:
+    """`value` as the type of `default`; no conversions, so that a wrong type is an error here and not later."""
+    assert default is not MISSING
+    if value == "auto":
+        raise ValueError(f'"{path}" is "auto", which nothing resolves; give a value')
+    if isinstance(default, Enum):
+        choices = [member.value for member in type(default)]
+        if value not in choices:
+            hint = difflib.get_close_matches(str(value), choices, n=1)
+            raise ValueError(
+                f'"{path}" must be one of {", ".join(choices)}, got {value!r}'
+                + (f'; did you mean "{hint[0]}"?' if hint else "")
+            )
+        return type(default)(value)
+    if isinstance(default, bool):
+        if not isinstance(value, bool):
+            raise ValueError(f'"{path}" must be true or false, got {value!r}')
+        return value
+    if isinstance(default, int):
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise ValueError(f'"{path}" must be a whole number, got {value!r}')
+        return value
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f'"{path}" must be a finite number, got {value!r}')
+    return float(value)

@@ -1,0 +1,140 @@
+"""Reduce-scatter and all-gather on flat buffers, per backend. Called in the lane, on the lane's own groups."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def clone_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
+    """A process group of its own over the ranks of `group`, with the same time limit.
+
+    Two threads must never issue collectives on one communicator, hence the lane's own. Only the members of `group`
+    take part in the call.
+    """
+    return dist.new_group(
+        dist.get_process_group_ranks(group),
+        timeout=group_limit(group),
+        backend=dist.get_backend(group),
+        use_local_synchronization=True,
+    )
+
+
+def group_limit(group: dist.ProcessGroup) -> timedelta:
+    """Time limit of the collectives of `group`."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None:
+            return options._timeout
+    return dist.constants.default_pg_timeout
+
+
+class Exchange:
+    """Reduce-scatter and all-gather of flat buffers whose length is a multiple of the number of ranks.
+
+    The native collectives of the backend (NCCL and its kin), in place: what is reduced lands in this rank's slice of
+    the buffer itself.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, wire_dtype: torch.dtype) -> None:
+        self.group = group
+        self.world_size = dist.get_world_size(group)
+        self.rank = dist.get_rank(group)
+        self.wire_dtype = wire_dtype
+
+    def own_slice(self, flat: Tensor) -> Tensor:
+        """This rank's slice of `flat`."""
+        size = flat.numel() // self.world_size
+        return flat.narrow(0, self.rank * size, size)
+
+    def reduce_scatter(self, flat: Tensor, shard: Tensor, accumulate: bool) -> int:
+        """Sum `flat` over the ranks and put this rank's slice into (or, `accumulate`, add it to) `shard`.
+
+        Args:
+            flat: [n], gradient dtype; its contents are lost.
+            shard: [n / world_size], fp32; mutated.
+            accumulate: add to `shard` instead of overwriting it.
+
+        Returns:
+            Bytes sent by this rank.
+        """
+        if self.world_size == 1:
+            _put(shard, flat, accumulate)
+            return 0
+        wire = flat if flat.dtype == self.wire_dtype else flat.to(self.wire_dtype)
+        return self._reduce_scatter(wire, shard, accumulate)
+
+    def _reduce_scatter(self, wire: Tensor, shard: Tensor, accumulate: bool) -> int:
+        own = self.own_slice(wire)
+        dist.reduce_scatter_tensor(own, wire, group=self.group)
+        _put(shard, own, accumulate)
+        return _ring_bytes(wire, self.world_size)
+
+    def all_gather(self, flat: Tensor) -> int:
+        """Fill `flat` [n] with every rank's slice; this rank's slice is already in place. Returns bytes sent."""
+        if self.world_size == 1:
+            return 0
+        dist.all_gather_into_tensor(flat, self.own_slice(flat), group=self.group)
+        return _ring_bytes(flat, self.world_size)
+
+    def all_reduce(self, values: list[float], device: torch.device) -> list[float]:
+        """Sum a few float64 numbers over the ranks."""
+        if self.world_size == 1:
+            return values
+        tensor = torch.tensor(values, dtype=torch.float64, device=device)
+        dist.all_reduce(tensor, group=self.group)
+        return tensor.tolist()
+
+
+class GlooExchange(Exchange):
+    """Both exchanges as one all-to-all.
+
+    Gloo's own reduce-scatter moves the whole buffer and its all-gather is a ring of small segments; an all-to-all
+    moves each byte once, and the sum at the owner is taken in fp32, in the order of the ranks (bit-reproducible).
+    Buffers travel as bytes, because older gloo knows no bfloat16.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, wire_dtype: torch.dtype) -> None:
+        super().__init__(group, wire_dtype)
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def _reduce_scatter(self, wire: Tensor, shard: Tensor, accumulate: bool) -> int:
+        received = self._scratch_like(wire)
+        dist.all_to_all_single(received.view(torch.uint8), wire.view(torch.uint8), group=self.group)
+        for index, part in enumerate(received.view(self.world_size, -1)):
+            _put(shard, part, accumulate or index > 0)
+        return _ring_bytes(wire, self.world_size)
+
+    def all_gather(self, flat: Tensor) -> int:
+        if self.world_size == 1:
+            return 0
+        copies = self._scratch_like(flat)
+        copies.view(self.world_size, -1).copy_(self.own_slice(flat).unsqueeze(0).expand(self.world_size, -1))
+        dist.all_to_all_single(flat.view(torch.uint8), copies.view(torch.uint8), group=self.group)
+        return _ring_bytes(flat, self.world_size)
+
+    def _scratch_like(self, flat: Tensor) -> Tensor:
+        size = flat.numel() * flat.element_size()
+        if self._scratch.numel() < size:
+            self._scratch = torch.empty(size, dtype=torch.uint8)
+        return self._scratch[:size].view(flat.dtype)
+
+
+def make_exchange(group: dist.ProcessGroup, wire_dtype: torch.dtype) -> Exchange:
+    """The exchange for the backend of `group`; `wire_dtype` is the dtype in which gradients travel."""
+    gloo = dist.get_backend(group) == dist.Backend.GLOO
+    return (GlooExchange if gloo else Exchange)(group, wire_dtype)
+
+
+def _put(shard: Tensor, part: Tensor, accumulate: bool) -> None:
+    if accumulate:
+        shard.add_(part)
+    else:
+        shard.copy_(part)
+
+
+def _ring_bytes(flat: Tensor, world_size: int) -> int:
+    return flat.numel() * flat.element_size() // world_size * (world_size - 1)

@@ -1,0 +1,259 @@
+"""AccoEngine and the two ways in. The only contact with DeepSpeedEngine."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from contextlib import AbstractContextManager as ContextManager
+from contextlib import nullcontext
+from functools import partial
+from typing import Any
+
+import deepspeed
+import torch
+from deepspeed.runtime import engine as deepspeed_engine
+from deepspeed.runtime.engine import DeepSpeedEngine
+from deepspeed.utils import groups, log_dist
+
+from megatron_acco.config import AccoConfig, acco_config
+from megatron_acco.ds_json import check_acco_support
+from megatron_acco.zero.optimizer import AccoZeroOptimizer
+from megatron_acco.zero.report import RoundReport
+
+
+class AccoEngine(DeepSpeedEngine):
+    """DeepSpeedEngine whose ZeRO stage 1 optimizer works in ACCO rounds. The user's loop is unchanged.
+
+    Raises:
+        ValueError: at construction, if the JSON asks for something that does not go together with `acco`.
+    """
+
+    def __init__(self, *args: Any, config_class: Any, **kwargs: Any) -> None:
+        config = acco_config(config_class._param_dict)
+        assert config is not None, "built for an enabled acco section only"
+        check_acco_support(config_class._param_dict)
+        config.check_accumulation_steps(config_class.gradient_accumulation_steps)
+        self.acco: AccoConfig = config
+        self._held_scheduler: Any = None
+        self._lr_kwargs: dict[str, Any] | None = None
+        self._last_applied = True
+        super().__init__(*args, config_class=config_class, **kwargs)
+        if type(self.optimizer) is not AccoZeroOptimizer:
+            raise ValueError(
+                f'the "acco" section asks for ACCO, but DeepSpeed built {type(self.optimizer).__name__}; '
+                f"give an optimizer in the JSON or to initialize(), and ZeRO stage 1"
+            )
+        self.optimizer.on_commit = self._commit_settled
+        log_dist(
+            f"ACCO is active: mode {config.mode.value}, optimizer {type(self.optimizer.optimizer).__name__}, "
+            f"{self.gradient_accumulation_steps()} micro-batches per rank and update",
+            ranks=[0],
+        )
+
+    # ---- construction -----------------------------------------------------------------------------------------------
+
+    def _set_distributed_vars(self, args: Any) -> None:
+        """As the base; refuses parallelism that rounds do not know yet before the model is moved or flattened."""
+        super()._set_distributed_vars(args)
+        sizes = {
+            "tensor (model) parallel": getattr(self.mpu, "get_model_parallel_world_size", lambda: 1)(),
+            "sequence parallel": groups._get_sequence_parallel_world_size(),
+        }
+        for name, size in sizes.items():
+            if size > 1:
+                raise ValueError(f'acco supports {name} size 1 in this release, got {size}; remove the "acco" section')
+
+    def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
+        """As the base, without parameters of zero elements: they have no fragment in any partition."""
+        if isinstance(client_optimizer, torch.optim.Optimizer):
+            for group in client_optimizer.param_groups:
+                group["params"] = _without_empty(group["params"])
+        super()._configure_optimizer(client_optimizer, _without_empty(model_parameters))
+
+    def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> str | None:
+        """As the base, which sends bf16 with fp32 gradient accumulation to another optimizer class."""
+        wrapper = super()._do_optimizer_sanity_check(basic_optimizer)
+        return deepspeed_engine.ZERO_OPTIMIZATION if wrapper == deepspeed_engine.BFLOAT16 else wrapper
+
+    def _configure_zero_optimizer(self, optimizer: Any) -> Any:
+        """As the base, which builds the class that its module calls DeepSpeedZeroOptimizer."""
+        original = deepspeed_engine.DeepSpeedZeroOptimizer
+        deepspeed_engine.DeepSpeedZeroOptimizer = partial(AccoZeroOptimizer, acco=self.acco)
+        try:
+            return super()._configure_zero_optimizer(optimizer)
+        finally:
+            deepspeed_engine.DeepSpeedZeroOptimizer = original
+
+    # ---- the user's loop --------------------------------------------------------------------------------------------
+
+    def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:
+        """Nothing: gradients stay local until they are handed over to the lane."""
+
+    def _backward_prologue(self) -> None:
+        super()._backward_prologue()
+        self.optimizer.before_backward()
+
+    def _backward_epilogue(self) -> None:
+        super()._backward_epilogue()
+        self.optimizer.end_micro_batch(self.gradient_accumulation_steps())
+
+    def zero_grad(self) -> None:
+        """Nothing: gradients are zeroed when they are handed over, never discarded in between."""
+
+    def _take_model_step(self, lr_kwargs: dict[str, Any] | None) -> None:
+        """As the base, but the scheduler and the skip counter move when the commit's outcome is known."""
+        self._held_scheduler, self.lr_scheduler = self.lr_scheduler, None
+        self._lr_kwargs = lr_kwargs
+        self.optimizer.overflow = False
+        try:
+            super()._take_model_step(lr_kwargs)
+        finally:
+            self.lr_scheduler, self._held_scheduler = self._held_scheduler, None
+        # Of the last commit whose outcome is known; in mode sync that is the one just made.
+        self._step_applied = self._last_applied
+        self.optimizer.overflow = not self._last_applied
+
+    def _commit_settled(self, report: RoundReport) -> None:
+        self._global_grad_norm = report.grad_norm
+        self._last_applied = report.applied
+        if not report.applied:
+            self.skipped_steps += 1
+            log_dist(
+                f"update {report.update} skipped: gradient norm {report.grad_norm} over "
+                f"{report.micro_batches} micro-batches",
+                ranks=[0],
+            )
+            return
+        scheduler = self._held_scheduler if self.lr_scheduler is None else self.lr_scheduler
+        if scheduler is not None:
+            _step_scheduler(scheduler, self._lr_kwargs, self.train_batch_size())
+
+    # ---- theta_t, checkpoints ---------------------------------------------------------------------------------------
+
+    def real_parameters(self) -> ContextManager[None]:
+        """Context manager: drains what is in flight, shows theta_t in the module, then puts theta~_t back.
+
+        Collective over the data-parallel ranks. Changes made to the parameters inside are lost.
+        """
+        context: ContextManager[None] = self.optimizer.real_parameters()
+        return context
+
+    def drain(self) -> None:
+        """Wait for the round in flight and settle it (skip counter, gradient norm, LR scheduler)."""
+        self.optimizer.drain()
+
+    def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """As the base; the module file holds theta_t. Collective over all ranks.
+
+        Raises:
+            RuntimeError: in the middle of an update, whose gradients no checkpoint holds.
+        """
+        if self.optimizer.micro_batches_in_update:
+            raise RuntimeError(
+                f"save_checkpoint in the middle of an update ({self.optimizer.micro_batches_in_update} of "
+                f"{self.gradient_accumulation_steps()} micro-batches accumulated); call it after the step() that "
+                f"ends an update"
+            )
+        with self.real_parameters():
+            return super().save_checkpoint(*args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
+        """As the base; then compute is shown what it was shown at the save (theta~ and its kin), else theta.
+
+        Gradients accumulated before the call are forgotten.
+        """
+        self.optimizer.abandon()
+        result = super().load_checkpoint(*args, **kwargs)
+        self.optimizer.restore(self.global_steps)
+        return result
+
+
+def _without_empty(parameters: Any) -> Any:
+    """`parameters` (tensors, (name, tensor) pairs or groups) without tensors of zero elements."""
+
+    def keep(item: Any) -> bool:
+        tensor = item[1] if isinstance(item, tuple) else item
+        return not torch.is_tensor(tensor) or tensor.numel() > 0
+
+    result = []
+    for item in parameters:
+        if isinstance(item, dict):
+            params = item["params"]
+            result.append({**item, "params": [p for p in ([params] if torch.is_tensor(params) else params) if keep(p)]})
+        elif keep(item):
+            result.append(item)
+    return result
+
+
+def _step_scheduler(scheduler: Any, lr_kwargs: dict[str, Any] | None, train_batch_size: int) -> None:
+    """Step as DeepSpeed does: Megatron's scheduler wants the number of samples."""
+    try:
+        scheduler.step(**(lr_kwargs or {}))
+    except TypeError:
+        scheduler.step(train_batch_size)
+
+
+# ---- ways in --------------------------------------------------------------------------------------------------------
+
+_lock = threading.RLock()
+_registered = False
+
+
+def _new_engine(cls: type, *args: Any, **kwargs: Any) -> Any:
+    """`DeepSpeedEngine.__new__`: an AccoEngine where the config has an enabled acco section."""
+    if _registered and not issubclass(cls, AccoEngine):
+        param_dict = getattr(kwargs.get("config_class"), "_param_dict", None)
+        if isinstance(param_dict, Mapping) and acco_config(param_dict) is not None:
+            if cls is not DeepSpeedEngine:
+                raise ValueError(f'the "acco" section is not supported with {cls.__name__}; remove it')
+            cls = AccoEngine
+    return object.__new__(cls)
+
+
+def register() -> None:
+    """From now on `deepspeed.initialize` itself honours the `acco` section. Idempotent; undone by `unregister`.
+
+    Hooks the construction of DeepSpeedEngine, so that also an `initialize` imported earlier is covered. A config
+    without an enabled `acco` section takes DeepSpeed's own classes.
+    """
+    global _registered
+    with _lock:
+        _registered = True
+        DeepSpeedEngine.__new__ = staticmethod(_new_engine)  # type: ignore[method-assign,assignment]
+
+
+def unregister() -> None:
+    """Undo `register`: `deepspeed.initialize` builds DeepSpeed's own classes again."""
+    global _registered
+    with _lock:
+        # The hook itself stays: once a class had a __new__, deleting it makes object.__new__ refuse arguments.
+        _registered = False
+
+
+def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
+    """`deepspeed.initialize`, with the `acco` section of the config honoured. Same signature and return."""
+    global _registered
+    with _lock:
+        before = _registered
+        register()
+        try:
+            result: tuple[Any, Any, Any, Any] = deepspeed.initialize(*args, **kwargs)
+            return result
+        finally:
+            _registered = before
+
+
+def real_parameters(engine: DeepSpeedEngine) -> ContextManager[None]:
+    """`engine.real_parameters()`; on a plain DeepSpeed engine, whose module always holds theta, nothing."""
+    return engine.real_parameters() if isinstance(engine, AccoEngine) else nullcontext()
+
+
+def drain(engine: DeepSpeedEngine) -> None:
+    """Wait for what is in flight; nothing on a plain DeepSpeed engine."""
+    if isinstance(engine, AccoEngine):
+        engine.drain()
+
+
+def round_reports(engine: DeepSpeedEngine) -> list[RoundReport]:
+    """Reports of the rounds finished since the last call; empty on a plain DeepSpeed engine."""
+    return engine.optimizer.take_reports() if isinstance(engine, AccoEngine) else []

@@ -1,0 +1,309 @@
+"""ZeRO stage 1 with the synchronous step replaced by overlapped estimate and commit rounds."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from torch import Tensor
+
+from megatron_acco.config import AccoConfig
+from megatron_acco.zero.buffers import GradBuffers, Slot
+from megatron_acco.zero.collectives import clone_group, group_limit, make_exchange
+from megatron_acco.zero.estimate import BaseOptimizer, capture_hyper_parameters
+from megatron_acco.zero.lane import Lane, Ticket
+from megatron_acco.zero.report import RoundReport
+from megatron_acco.zero.rounds import Launch, Rounds
+from megatron_acco.zero.schedule import COMMIT, PREDICTED, RoundKind, RoundSpec, UpdatePlan, plan_update
+
+EXTRAS_KEY = "acco"
+EXTRAS_VERSION = 1
+REAL = "real"
+
+
+class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
+    """DeepSpeed's stage 1 partitioning, master weights and checkpoints; ACCO's rounds.
+
+    What the module shows to compute stands in `bit16_groups_flat` (DeepSpeed's flat weights, of which the parameters
+    are views); theta is `single_partition_of_fp32_groups`. A finished round's weights wait in the lane's buffer until
+    the next boundary installs them.
+
+    Attributes:
+        on_commit: called by the main thread when the outcome of a commit is known (set by the engine).
+        lane: the background lane.
+    """
+
+    def __init__(self, *args: Any, acco: AccoConfig, **kwargs: Any) -> None:
+        """Positional and keyword arguments are DeepSpeed's, passed through untouched; `acco` is ours."""
+        super().__init__(*args, **kwargs)
+        assert not self.partition_gradients and not self.cpu_offload, "checked by the engine before this point"
+        self.acco = acco
+        self.on_commit: Callable[[RoundReport], None] = lambda report: None
+        self.update = 0
+        self._steps = self.gradient_accumulation_steps
+        self._plan: UpdatePlan | None = None
+        self._in_update = 0
+        self._since_hand_over = 0
+        self._half_done = False
+        self._prepared = False
+        self._ticket: Ticket[RoundReport] | None = None
+        self._pending: RoundSpec | None = None
+        self._shows_real = True
+        self._stash: list[Tensor] | None = None
+        self._extras: Mapping[str, Any] | None = None
+        self._reports: list[RoundReport] = []
+        self._buffers = GradBuffers(self.bit16_groups_flat, self._slots(), self.gradient_accumulation_dtype)
+        self.lane = Lane(f"acco-lane-{dist.get_rank()}", group_limit(self.dp_process_group))
+        exchange = make_exchange(clone_group(self.dp_process_group), self.communication_data_type)
+        base = BaseOptimizer(self.optimizer)
+        self._rounds = Rounds(exchange, base, self.single_partition_of_fp32_groups)
+
+    def _slots(self) -> list[Slot]:
+        return [
+            Slot(group, offset, param)
+            for group, params in enumerate(self.round_robin_bit16_groups)
+            for param, offset in zip(params, self.round_robin_bit16_offsets[group], strict=True)
+        ]
+
+    # ---- accumulation: called by the engine around each backward --------------------------------------------------
+
+    def before_backward(self) -> None:
+        """Point every gradient at the accumulating buffer."""
+        self.lane.poll()
+        self._buffers.before_backward()
+        self._prepared = True
+
+    def end_micro_batch(self, accumulation_steps: int) -> None:
+        """Count one micro-batch; at the end of the first half hand its gradients over.
+
+        Args:
+            accumulation_steps: micro-batches per rank and update, by which the engine divided the loss.
+        """
+        self._buffers.after_backward(self._prepared)
+        self._prepared = False
+        self._steps = accumulation_steps
+        self._in_update += 1
+        self._since_hand_over += 1
+        plan = self._current_plan()
+        if plan.half is not None and not self._half_done and self._in_update == plan.first_half:
+            self._half_done = True
+            self._boundary(plan.half)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> None:
+        """The full boundary: launch the commit of this update (replaces the base's synchronous step).
+
+        An update that ends before its half boundary has no estimate: its gradients are committed in one round, and
+        the next first half runs at the newest theta that is there.
+        """
+        self._boundary(self._current_plan().full)
+        self.update += 1
+        self._in_update, self._half_done, self._plan = 0, False, None
+
+    @property
+    def micro_batches_in_update(self) -> int:
+        """Micro-batches that this rank has accumulated for the update in progress."""
+        return self._in_update
+
+    def _current_plan(self) -> UpdatePlan:
+        if self._plan is None:
+            self._plan = plan_update(self.acco, self.update, self._steps)
+        return self._plan
+
+    # ---- rounds ---------------------------------------------------------------------------------------------------
+
+    def _boundary(self, spec: RoundSpec) -> None:
+        self.drain()
+        self._install()
+        self._buffers.swap()
+        self._launch(spec)
+        if not spec.overlapped:
+            self.drain()
+            self._install()
+
+    def _launch(self, spec: RoundSpec) -> None:
+        launch = Launch(
+            spec=spec,
+            update=self.update,
+            micro_batches=self._since_hand_over,
+            grad_scale=self._steps / self.loss_scale,
+            hyper=capture_hyper_parameters(self.optimizer),
+            clip=float(self.clip_grad),
+            grads=self._buffers.handed_over,
+            weights=self._buffers.gathered_weights(),
+        )
+        self._since_hand_over = 0
+        label = f"the {spec.kind.value} round of update {self.update} on rank {dist.get_rank()}"
+        self._ticket = self.lane.submit(label, lambda: self._rounds.run(launch))
+        self._pending = spec
+        if spec.kind is RoundKind.COMMIT:
+            self._shows_real = False
+
+    def drain(self) -> None:
+        """Wait for the round in flight and settle it; its weights are installed at the next boundary."""
+        self.lane.poll()
+        if self._ticket is None:
+            return
+        start = time.perf_counter()
+        report = self._ticket.wait()
+        report.wait_seconds = time.perf_counter() - start
+        self._ticket = None
+        self._reports.append(report)
+        if report.kind is RoundKind.COMMIT:
+            self._settle(report)
+
+    def _settle(self, report: RoundReport) -> None:
+        self._global_grad_norm = report.grad_norm
+        if report.applied:
+            # Fragments of the optimizer state exist from the first real step on.
+            self._lazy_init_hp_params_optimizer_state()
+        self.on_commit(report)
+
+    def _install(self) -> None:
+        """Show the weights of the finished round to compute."""
+        if self._pending is None:
+            return
+        self._copy(self._buffers.gathered_weights(), self.bit16_groups_flat)
+        self._shows_real = self._pending.shows_real_parameters
+        self._pending = None
+
+    def take_reports(self) -> list[RoundReport]:
+        """Reports of the rounds finished since the last call."""
+        reports, self._reports = self._reports, []
+        return reports
+
+    @property
+    def round_observer(self) -> Callable[[RoundSpec, int, list[Tensor], RoundReport], None] | None:
+        """Called in the lane at the end of every round with this rank's slices of the gathered weights."""
+        return self._rounds.observer
+
+    @round_observer.setter
+    def round_observer(self, observer: Callable[[RoundSpec, int, list[Tensor], RoundReport], None] | None) -> None:
+        self._rounds.observer = observer
+
+    # ---- real parameters, checkpoints -------------------------------------------------------------------------------
+
+    @contextmanager
+    def real_parameters(self) -> Iterator[None]:
+        """Show theta_t in the module (draining what is in flight), then put back what compute was shown."""
+        self.drain()
+        if self._shows_real or self._stash is not None:
+            yield
+            return
+        self._stash = [flat.clone() for flat in self.bit16_groups_flat]
+        try:
+            self._in_lane("the gathering of theta", lambda: self._rounds.gather_masters(self.bit16_groups_flat))
+            yield
+        finally:
+            self._copy(self._stash, self.bit16_groups_flat)
+            self._stash = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """DeepSpeed's state (theta, optimizer state), and this rank's shard of what compute was shown."""
+        self.drain()
+        state: dict[str, Any] = super().state_dict()
+        shown = self._stash if self._stash is not None else self.bit16_groups_flat
+        pending: Any = None
+        if self._pending is not None:
+            real = self._pending.shows_real_parameters
+            pending = REAL if real else self._shards_to_save(self._buffers.gathered_weights())
+        state[EXTRAS_KEY] = {
+            "version": EXTRAS_VERSION,
+            "mode": self.acco.mode.value,
+            "shown": REAL if self._shows_real else self._shards_to_save(shown),
+            "pending": pending,
+        }
+        return state
+
+    def load_state_dict(self, state_dict_list: Any, *args: Any, **kwargs: Any) -> None:
+        """Load DeepSpeed's state and remember ACCO's extras for `restore`, if the checkpoint has them."""
+        super().load_state_dict(state_dict_list, *args, **kwargs)
+        rank = dist.get_rank(group=self.dp_process_group)
+        own = state_dict_list[rank] if state_dict_list is not None and rank < len(state_dict_list) else None
+        self._extras = own.get(EXTRAS_KEY) if isinstance(own, Mapping) else None
+
+    def abandon(self) -> None:
+        """Wait for the round in flight and forget it, with all gradients accumulated so far."""
+        self.drain()
+        self._pending = None
+        self._buffers.zero()
+        self._rounds.forget_kept()
+        self._in_update = self._since_hand_over = 0
+        self._half_done, self._plan, self._extras = False, None, None
+
+    def restore(self, update: int) -> None:
+        """Continue at the start of update `update`, after weights, masters and state were loaded. Collective.
+
+        Without ACCO's extras (a checkpoint of plain ZeRO-1, weights only) compute starts at theta itself.
+        """
+        self.update = update
+        extras, self._extras = self._extras, None
+        self._shows_real = True
+        # Weights shown under another mode's rule mean nothing to this one's.
+        usable = extras is not None and (extras["version"], extras["mode"]) == (EXTRAS_VERSION, self.acco.mode.value)
+        if not self._all_ranks(usable):
+            return
+        assert extras is not None
+        shown, pending = extras["shown"], extras["pending"]
+        if shown != REAL:
+            self._gather_loaded(shown, self.bit16_groups_flat)
+            self._shows_real = False
+        if pending is not None:
+            real = pending == REAL
+            self._gather_loaded(None if real else pending, self._buffers.gathered_weights())
+            self._pending = COMMIT if real else PREDICTED
+
+    def _all_ranks(self, flag: bool) -> bool:
+        tensor = torch.tensor([int(flag)], dtype=torch.int32, device=self.bit16_groups_flat[0].device)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self.dp_process_group)
+        return bool(tensor.item())
+
+    def _shards_to_save(self, weights: list[Tensor]) -> list[Tensor]:
+        shards = self._get_groups_without_padding(self._rounds.own_shards(weights))
+        return [shard.clone() for shard in shards]
+
+    def _gather_loaded(self, shards: list[Tensor] | None, weights: list[Tensor]) -> None:
+        def gather() -> None:
+            if shards is None:
+                self._rounds.gather_masters(weights)
+                return
+            padded = []
+            for shard, own in zip(shards, self._rounds.own_shards(weights), strict=True):
+                padded.append(torch.zeros_like(own))
+                padded[-1][: shard.numel()].copy_(shard)
+            self._rounds.gather_shards(padded, weights)
+
+        self._in_lane("the gathering of loaded weights", gather)
+
+    def _in_lane(self, label: str, work: Callable[[], None]) -> None:
+        self.lane.submit(label, work).wait()
+
+    @staticmethod
+    @torch.no_grad()
+    def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:
+        for source, target in zip(sources, targets, strict=True):
+            target.copy_(source)
+
+    # ---- what of the base must not happen ---------------------------------------------------------------------------
+
+    def create_gradient_handling_hooks(self) -> None:
+        """No reduction in backward. The end of a backward is seen by the engine's post-backward callback."""
+
+    def backward_epilogue(self, *args: Any, **kwargs: Any) -> None:
+        """The base would move gradients into attributes of its own; ours are in the buffers already."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """The base would detach the gradients from the buffers, which are zeroed when they are handed over."""
+
+    def _clear_param_grad_only(self) -> None:
+        """As `zero_grad`."""
+
+    def destroy(self) -> None:
+        """Close the lane and detach the parameters, then what the base does."""
+        self.lane.close()
+        self._buffers.release()
+        super().destroy()
