@@ -6,13 +6,13 @@ import difflib
 import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
-from enum import Enum
+from enum import Enum, StrEnum
 from typing import Any
 
 SECTION = "acco"
 
 
-class Mode(str, Enum):
+class Mode(StrEnum):
     """Which rounds an update is made of (DESIGN: modes)."""
 
     ACCO = "acco"
@@ -21,7 +21,7 @@ class Mode(str, Enum):
     SYNC = "sync"
 
 
-class Accumulation(str, Enum):
+class Accumulation(StrEnum):
     """How many micro-batches make a half."""
 
     FIXED = "fixed"

@@ -28,6 +28,8 @@ class AccoEngine(DeepSpeedEngine):
         ValueError: at construction, if the JSON asks for something that does not go together with `acco`.
     """
 
+    lr_scheduler: Any
+
     def __init__(self, *args: Any, config_class: Any, **kwargs: Any) -> None:
         config = acco_config(config_class._param_dict)
         assert config is not None, "built for an enabled acco section only"

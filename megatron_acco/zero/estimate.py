@@ -15,8 +15,8 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from torch import Tensor
 
-# Elements handled at once, so that temporaries stay small (and in cache on a CPU).
-CHUNK = 1 << 18
+# Elements handled at once: temporaries stay in cache on a CPU, and small beside the shard on an accelerator.
+CPU_CHUNK, CHUNK = 1 << 18, 1 << 24
 
 Hyper = dict[str, Any]
 
@@ -92,7 +92,7 @@ def adam_weight_decay_mode(optimizer: torch.optim.Optimizer) -> Callable[[Hyper]
     """
     kind = type(optimizer)
     if kind in (FusedAdam, DeepSpeedCPUAdam):
-        if kind is DeepSpeedCPUAdam and not optimizer.fp32_optimizer_states:
+        if not getattr(optimizer, "fp32_optimizer_states", True):
             return None
         decoupled = bool(optimizer.adam_w_mode)  # type: ignore[attr-defined]
         return lambda hyper: None if hyper.get("amsgrad") else decoupled
@@ -129,8 +129,9 @@ def adam_look_ahead(
     step_size = lr / (1 - beta1**step if correct else 1.0)
     root_correction = math.sqrt(1 - beta2**step if correct else 1.0)
     exp_avg, exp_avg_sq = state.get("exp_avg"), state.get("exp_avg_sq")
-    for start in range(0, param.numel(), CHUNK):
-        part = slice(start, start + CHUNK)
+    chunk = CPU_CHUNK if param.device.type == "cpu" else CHUNK
+    for start in range(0, param.numel(), chunk):
+        part = slice(start, start + chunk)
         theta = param.detach()[part]
         g = grad[part] * scale
         if decay and not decoupled:

@@ -97,10 +97,14 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """The full boundary: launch the commit of this update (replaces the base's synchronous step).
 
-        An update that ends before its half boundary has no estimate: its gradients are committed in one round, and
-        the next first half runs at the newest theta that is there.
+        Every rank launches the same rounds, whatever number of micro-batches it did: if the update ends before its
+        half boundary (closed early, or no data on this rank), the first half is handed over here and the second
+        is empty.
         """
-        self._boundary(self._current_plan().full)
+        plan = self._current_plan()
+        if plan.half is not None and not self._half_done:
+            self._boundary(plan.half)
+        self._boundary(plan.full)
         self.update += 1
         self._in_update, self._half_done, self._plan = 0, False, None
 

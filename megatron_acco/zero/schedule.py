@@ -14,19 +14,19 @@ Timeline of one update in mode `acco` (theta~ is an estimate of theta, available
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from megatron_acco.config import AccoConfig, Mode
 
 
-class RoundKind(str, Enum):
+class RoundKind(StrEnum):
     """An estimate round ends the first half of an update, a commit round ends the update."""
 
     ESTIMATE = "estimate"
     COMMIT = "commit"
 
 
-class Apply(str, Enum):
+class Apply(StrEnum):
     """What the optimizer does with the averaged gradient of a round."""
 
     LOOK_AHEAD = "look_ahead"
