@@ -16,7 +16,8 @@ from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups, log_dist
 
 from megatron_acco.config import AccoConfig, acco_config
-from megatron_acco.ds_json import check_acco_support
+from megatron_acco.ds_json.optimizers import check_acco_optimizer_object
+from megatron_acco.ds_json.support import check_acco_support
 from megatron_acco.zero.optimizer import AccoZeroOptimizer
 from megatron_acco.zero.report import RoundReport
 
@@ -74,6 +75,7 @@ class AccoEngine(DeepSpeedEngine):
 
     def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> str | None:
         """As the base, which sends bf16 with fp32 gradient accumulation to another optimizer class."""
+        check_acco_optimizer_object(basic_optimizer)
         wrapper = super()._do_optimizer_sanity_check(basic_optimizer)
         return deepspeed_engine.ZERO_OPTIMIZATION if wrapper == deepspeed_engine.BFLOAT16 else wrapper
 

@@ -1,0 +1,36 @@
+"""`megatron-acco SUBCOMMAND`: tools around a training run. Each subcommand is a module of this package."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from megatron_acco.cli import generate, plot, prepare_corpus
+
+SUBCOMMANDS = (prepare_corpus, plot, generate)
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command; `run` in the result is the chosen subcommand's function."""
+    parser = argparse.ArgumentParser(prog="megatron-acco", description="Tools around a training run.")
+    subparsers = parser.add_subparsers(title="subcommands", metavar="SUBCOMMAND", required=True)
+    for module in SUBCOMMANDS:
+        module.add_parser(subparsers)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a subcommand. Exit code 2 and one line on stderr for what the user can put right."""
+    args = build_parser().parse_args(argv)
+    try:
+        return args.run(args)
+    except (ValueError, FileNotFoundError, ModuleNotFoundError) as error:
+        print(f"megatron-acco: error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,76 @@
+"""Core attention on torch's scaled_dot_product_attention, for CPU and GPU.
+
+megatron-core's own `DotProductAttention` allocates through a CUDA-only buffer, and Transformer Engine needs CUDA.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch.nn.functional import scaled_dot_product_attention
+
+
+class SdpaCoreAttention(torch.nn.Module):
+    """Causal or unmasked attention of one layer; takes the arguments megatron-core gives a core attention module.
+
+    Heads are split over the tensor-parallel ranks by the projections around this module, so it works on whatever
+    number of heads it is given. With grouped queries, key and value carry fewer heads than the query.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        **unused: Any,
+    ) -> None:
+        super().__init__()
+        if config.context_parallel_size != 1:
+            raise ValueError("scaled-dot-product core attention needs context parallel size 1")
+        self.attn_mask_type = attn_mask_type
+        self.softmax_scale = softmax_scale
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+
+    def forward(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        attention_mask: torch.Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: torch.Tensor | None = None,
+        packed_seq_params: Any = None,
+        **unused: Any,
+    ) -> torch.Tensor:
+        """Attention of `query` over `key` and `value`.
+
+        Args:
+            query: [sequence, batch, heads, head size].
+            key, value: [sequence, batch, query groups, head size].
+            attention_mask: must be None or a causal mask (which the mask type already says).
+
+        Returns:
+            [sequence, batch, heads * head size], the query's dtype.
+        """
+        assert packed_seq_params is None and attention_bias is None, "packed sequences and attention bias"
+        causal = (attn_mask_type or self.attn_mask_type) is AttnMaskType.causal
+        # Megatron masks mark what is hidden; SDPA masks mark what is seen.
+        seen = None if causal or attention_mask is None else ~attention_mask
+        # [s, b, h, d] -> [b, h, s, d]
+        context = scaled_dot_product_attention(
+            query.permute(1, 2, 0, 3),
+            key.permute(1, 2, 0, 3),
+            value.permute(1, 2, 0, 3),
+            attn_mask=seen,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=causal,
+            scale=self.softmax_scale,
+            enable_gqa=query.shape[2] != key.shape[2],
+        )
+        return context.permute(2, 0, 1, 3).flatten(start_dim=2)

@@ -1,0 +1,100 @@
+"""Which samples go into which micro-batch on which rank, as a function of the samples consumed so far."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader, Sampler, default_collate
+
+Batch = dict[str, torch.Tensor]
+
+
+class ConsumedSampleSampler(Sampler[list[int]]):
+    """Micro-batches of one data-parallel rank, from `consumed` samples on.
+
+    Samples are dealt in order: micro-batch k of the job takes `micro_batch_size * ranks` consecutive samples, and
+    rank r the r-th slice of them. The order depends on nothing but the number of samples consumed, so a resumed
+    run sees what the uninterrupted one would have seen.
+    """
+
+    def __init__(self, total: int, consumed: int, micro_batch_size: int, rank: int, ranks: int) -> None:
+        self.total = total
+        self.consumed = consumed
+        self.micro_batch_size = micro_batch_size
+        self.rank = rank
+        self.ranks = ranks
+
+    def __iter__(self) -> Iterator[list[int]]:
+        stride = self.micro_batch_size * self.ranks
+        offset = self.rank * self.micro_batch_size
+        for start in range(self.consumed, self.total - stride + 1, stride):
+            yield list(range(start + offset, start + offset + self.micro_batch_size))
+
+    def __len__(self) -> int:
+        return max(0, self.total - self.consumed) // (self.micro_batch_size * self.ranks)
+
+
+class EvaluationSampler(Sampler[list[int]]):
+    """This rank's share of a fixed set of samples: every `ranks`-th, the same at every evaluation."""
+
+    def __init__(self, total: int, micro_batch_size: int, rank: int, ranks: int) -> None:
+        self.own = range(rank, total, ranks)
+        self.micro_batch_size = micro_batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for start in range(0, len(self.own), self.micro_batch_size):
+            yield list(self.own[start : start + self.micro_batch_size])
+
+    def __len__(self) -> int:
+        return -(-len(self.own) // self.micro_batch_size)
+
+
+class _Collate:
+    """Stack samples; refuse token ids that the embedding does not have, which would be a crash far from its cause."""
+
+    def __init__(self, vocab_size: int) -> None:
+        self.vocab_size = vocab_size
+
+    def __call__(self, samples: list[dict[str, Any]]) -> Batch:
+        batch: Batch = default_collate(samples)
+        for name in ("tokens", "labels"):
+            low, high = (int(bound) for bound in torch.aminmax(batch[name]))
+            if low < 0 or high >= self.vocab_size:
+                raise ValueError(
+                    f"token id {high if high >= self.vocab_size else low} in the data is beyond the vocabulary of "
+                    f"{self.vocab_size} ids; was the data written with another tokenizer?"
+                )
+        return batch
+
+
+def _leave_signals_to_the_rank(worker: int) -> None:
+    """The launcher sends SIGTERM to loader processes too; the rank still needs its data to finish the update."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def build_loader(
+    dataset: Any, sampler: Sampler[list[int]], vocab_size: int, num_workers: int, seed: int
+) -> DataLoader[Batch]:
+    """A loader of micro-batches `{tokens, labels, loss_mask, position_ids}`, each [micro-batch, sequence].
+
+    It draws from a random generator of its own: creating one must not move the ranks' generators.
+    """
+    return DataLoader(
+        dataset,
+        batch_sampler=sampler,
+        collate_fn=_Collate(vocab_size),
+        num_workers=num_workers,
+        pin_memory=torch.cuda.is_available(),
+        worker_init_fn=_leave_signals_to_the_rank,
+        generator=torch.Generator().manual_seed(seed),
+        persistent_workers=num_workers > 0,
+    )
+
+
+def to_device(batch: Batch, device: torch.device) -> Batch:
+    """The batch on the device, copied beside compute where memory is pinned."""
+    return {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}

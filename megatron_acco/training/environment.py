@@ -1,0 +1,196 @@
+"""Ranks, process groups, threads, seeds and the device: everything between the launcher and the model."""
+
+from __future__ import annotations
+
+import os
+import random
+import socket
+import sys
+import time
+import traceback
+from collections.abc import MutableMapping
+from dataclasses import dataclass
+from datetime import timedelta
+
+import deepspeed
+import numpy
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from megatron.core import parallel_state, tensor_parallel
+
+EXIT_DONE = 0
+"""Training reached its end, --exit-interval or --exit-duration-in-mins."""
+EXIT_FAILED = 1
+"""Something failed on this rank; the launcher ends the others."""
+EXIT_BAD_INPUT = 2
+"""Arguments, JSON, data or checkpoint were refused before the model was built."""
+EXIT_SIGNAL = 75
+"""Stopped by SIGTERM or Ctrl-C; if there is a --save folder, it holds a checkpoint to resume from."""
+
+# rank, number of ranks, rank on the node, ranks on the node
+_LAUNCHERS = {
+    "Slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    "Slurm (job)": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_TASKS_PER_NODE"),
+    "Open MPI": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+}
+
+
+@dataclass(frozen=True)
+class Ranks:
+    """Which process of how many this is."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_world_size: int
+
+
+def discover_ranks(environ: MutableMapping[str, str] = os.environ) -> Ranks:
+    """Read the launcher's variables, or derive them from Slurm's or MPI's, and complete them for torch.
+
+    A process that is started with none of them is a run of one rank.
+
+    Raises:
+        ValueError: if only some of the variables are there, so that every process would take itself for rank 0 of 1.
+    """
+    if "RANK" not in environ:
+        _derive(environ)
+    missing = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR") if name not in environ]
+    if missing:
+        raise ValueError(
+            f"incomplete launch: {', '.join(missing)} not set; start with `deepspeed pretrain_gpt_acco.py ...`"
+        )
+    environ.setdefault("MASTER_PORT", "29500")
+    local = environ.get("LOCAL_SIZE") or environ.get("LOCAL_WORLD_SIZE") or "1"
+    ranks = Ranks(int(environ["RANK"]), int(environ["WORLD_SIZE"]), int(environ["LOCAL_RANK"]), int(local))
+    if not 0 <= ranks.rank < ranks.world_size:
+        raise ValueError(f"RANK {ranks.rank} is not among the {ranks.world_size} ranks of WORLD_SIZE")
+    return ranks
+
+
+def _derive(environ: MutableMapping[str, str]) -> None:
+    if int(environ.get("WORLD_SIZE", "1")) > 1:
+        raise ValueError(
+            f"WORLD_SIZE is {environ['WORLD_SIZE']} but RANK is not set; start with "
+            f"`deepspeed pretrain_gpt_acco.py ...`"
+        )
+    for launcher, (rank, size, local_rank, local_size) in _LAUNCHERS.items():
+        if rank in environ and int(environ.get(size, "1")) > 1:
+            environ.update(RANK=environ[rank], WORLD_SIZE=environ[size], LOCAL_RANK=environ.get(local_rank, "0"))
+            if environ.get(local_size, "").isdigit():
+                environ.setdefault("LOCAL_WORLD_SIZE", environ[local_size])
+            one_node = environ.get("SLURM_NNODES") == "1" or environ.get(local_size) == environ[size]
+            if "MASTER_ADDR" not in environ and one_node:
+                environ["MASTER_ADDR"] = "127.0.0.1"
+            if "MASTER_ADDR" not in environ:
+                raise ValueError(
+                    f"started by {launcher} as rank {environ[rank]} of {environ[size]}, but MASTER_ADDR (the host of "
+                    f"rank 0) is not set"
+                )
+            return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
+    environ.setdefault("MASTER_ADDR", "127.0.0.1")
+    environ.setdefault("MASTER_PORT", port)
+
+
+def set_threads(ranks: Ranks) -> str:
+    """Share the node's cores among its ranks unless OMP_NUM_THREADS says otherwise. Returns a line for the log."""
+    cores = len(os.sched_getaffinity(0))
+    chosen = os.environ.get("OMP_NUM_THREADS")
+    if chosen is None:
+        torch.set_num_threads(max(1, cores // ranks.local_world_size))
+    source = "cores / ranks on the node" if chosen is None else "OMP_NUM_THREADS"
+    return (
+        f"threads per rank: {torch.get_num_threads()} ({source}; {cores} cores, {ranks.local_world_size} ranks on this "
+        f"node)"
+    )
+
+
+class Mpu:
+    """megatron-core's parallel state under the names that DeepSpeed asks of a model-parallel unit."""
+
+    get_data_parallel_group = staticmethod(parallel_state.get_data_parallel_group)
+    get_data_parallel_rank = staticmethod(parallel_state.get_data_parallel_rank)
+    get_data_parallel_world_size = staticmethod(parallel_state.get_data_parallel_world_size)
+    get_model_parallel_group = staticmethod(parallel_state.get_tensor_model_parallel_group)
+    get_model_parallel_rank = staticmethod(parallel_state.get_tensor_model_parallel_rank)
+    get_model_parallel_world_size = staticmethod(parallel_state.get_tensor_model_parallel_world_size)
+    get_tensor_model_parallel_group = staticmethod(parallel_state.get_tensor_model_parallel_group)
+    get_tensor_model_parallel_rank = staticmethod(parallel_state.get_tensor_model_parallel_rank)
+    get_tensor_model_parallel_src_rank = staticmethod(parallel_state.get_tensor_model_parallel_src_rank)
+    get_tensor_model_parallel_world_size = staticmethod(parallel_state.get_tensor_model_parallel_world_size)
+
+
+def initialize_distributed(ranks: Ranks, tensor_parallel_size: int, timeout_minutes: int) -> dist.ProcessGroup:
+    """Meet the other ranks and set up Megatron's groups.
+
+    Returns:
+        The control group: all ranks, on CPU tensors, for decisions and log figures.
+
+    Raises:
+        RuntimeError: if not all ranks arrive within the time limit, or not as many as the launcher promised.
+    """
+    timeout = timedelta(minutes=timeout_minutes)
+    accelerator = get_accelerator()
+    if accelerator.device_name() != "cpu":
+        accelerator.set_device(ranks.local_rank)
+    try:
+        deepspeed.init_distributed(timeout=timeout, verbose=False)
+    except (RuntimeError, ValueError) as error:
+        raise RuntimeError(
+            f"rank {ranks.rank} of {ranks.world_size} could not meet the others at {os.environ['MASTER_ADDR']}:"
+            f"{os.environ['MASTER_PORT']} within {timeout_minutes} minutes: {error}"
+        ) from error
+    if dist.get_world_size() != ranks.world_size:
+        raise RuntimeError(f"expected {ranks.world_size} ranks, but {dist.get_world_size()} are there")
+    parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor_parallel_size,
+        distributed_timeout_minutes=timeout_minutes,
+        create_gloo_process_groups=False,
+    )
+    control = dist.new_group(backend="gloo", timeout=timeout)
+    assert control is not None
+    return control
+
+
+def seed_everything(seed: int) -> None:
+    """Seed every random generator; equal on all ranks for the weights, different per replica afterwards."""
+    random.seed(seed)
+    numpy.random.seed(seed % (1 << 32))
+    torch.manual_seed(seed)
+    if torch.cuda.is_available():
+        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def end_with_message(ranks: Ranks | None, message: str) -> int:
+    """Say why the run is refused, once per node, and return the exit code.
+
+    Every rank finds the same fault by itself. The first of a node speaks; the others give it the time to, because
+    the launcher ends all once one is gone, and speak only if it does not.
+    """
+    if ranks is not None and ranks.local_rank > 0:
+        time.sleep(5.0)
+    print(f"ERROR: {message}", file=sys.stderr, flush=True)
+    return EXIT_BAD_INPUT
+
+
+def end_after_failure(ranks: Ranks | None) -> None:
+    """Print the exception being handled with its rank and end the process at once.
+
+    A normal exit would wait for threads and communicators that wait for the other ranks.
+    """
+    name = "?" if ranks is None else str(ranks.rank)
+    lines = traceback.format_exc().rstrip().splitlines()
+    print("\n".join(f"[rank {name}] {line}" for line in lines), file=sys.stderr, flush=True)
+    sys.stdout.flush()
+    os._exit(EXIT_FAILED)

@@ -1,0 +1,60 @@
+"""The entry point behind pretrain_gpt_acco.py: arguments -> model, data -> initialize -> train."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch.distributed as dist
+
+from megatron_acco.config import acco_config
+from megatron_acco.ds_json import describe_batch
+from megatron_acco.training import environment
+from megatron_acco.training.control import Stop
+from megatron_acco.training.environment import Ranks
+from megatron_acco.training.loop import Run, train
+from megatron_acco.training.setup import Plan, build_run, make_plan
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Train as the command line says.
+
+    Returns:
+        The exit code, see `megatron_acco.training.environment`.
+    """
+    ranks: Ranks | None = None
+    try:
+        ranks = environment.discover_ranks()
+        threads = environment.set_threads(ranks)
+        plan = make_plan(argv, ranks)
+    except ValueError as error:
+        return environment.end_with_message(ranks, str(error))
+    try:
+        run = build_run(plan, ranks)
+        if ranks.rank == 0:
+            report_start(plan, run, threads)
+        stop = train(run)
+        dist.barrier(group=run.control)
+        dist.destroy_process_group()
+    except BaseException:
+        environment.end_after_failure(ranks)
+    return environment.EXIT_SIGNAL if stop is Stop.SIGNAL else environment.EXIT_DONE
+
+
+def report_start(plan: Plan, run: Run, threads: str) -> None:
+    """Say what is about to run."""
+    arguments = plan.arguments
+    parameters = sum(parameter.numel() for parameter in run.engine.module.parameters())
+    print(f" {threads}")
+    print(f" model: {parameters:,} parameters, vocabulary {plan.vocab_size} padded to {plan.padded_vocab_size}")
+    print(f" {describe_batch(arguments.deepspeed, plan.identity.ranks, acco_config(arguments.deepspeed))}")
+    print(
+        f" device {run.engine.device}, {str(arguments.dtype).removeprefix('torch.')}, optimizer "
+        f"{type(run.engine.optimizer).__name__} around {type(run.engine.basic_optimizer).__name__}"
+    )
+    if plan.found is not None:
+        print(f" resumed from {plan.found.folder / plan.found.tag} at iteration {run.state.iteration}")
+        for notice in plan.found.notices:
+            print(f" NOTICE: {notice}")
+    elif arguments.checkpoint.load is not None:
+        print(f" NOTICE: no checkpoint in {arguments.checkpoint.load} yet; training starts fresh")
+    print(f" training from iteration {run.state.iteration} to {arguments.train_iters}", flush=True)

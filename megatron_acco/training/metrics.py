@@ -1,0 +1,333 @@
+"""The training log: Megatron's line, metrics.jsonl and DeepSpeed's monitor, from one record."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+import megatron_acco
+from megatron_acco.training.checkpoint import TrainState
+from megatron_acco.training.options import option
+from megatron_acco.zero.report import RoundReport
+from megatron_acco.zero.schedule import RoundKind
+
+
+@dataclass(frozen=True)
+class LoggingOptions:
+    """What is logged where. TensorBoard, CSV and W&B have their own sections in the DeepSpeed JSON."""
+
+    log_interval: int = option(100, "Updates between lines of the log.")
+    tensorboard_dir: str | None = option(None, "TensorBoard folder: switches on the JSON's tensorboard section.")
+    metrics_file: str | None = option(None, "metrics.jsonl; if not given, in the --save or --tensorboard-dir folder.")
+
+    def __post_init__(self) -> None:
+        if self.log_interval < 1:
+            raise ValueError(f"--log-interval must be 1 or more, got {self.log_interval}")
+
+    def metrics_path(self, save: str | None) -> Path | None:
+        """Where metrics.jsonl goes, None if there is no run folder."""
+        if self.metrics_file is not None:
+            return Path(self.metrics_file)
+        folder = save or self.tensorboard_dir
+        return None if folder is None else Path(folder) / "metrics.jsonl"
+
+
+@dataclass
+class IterationRecord:
+    """One logged iteration. Means are over the iterations since the last record. Figures of the lane are None where
+    no round ran (DeepSpeed's own ZeRO-1)."""
+
+    iteration: int
+    consumed_samples: int
+    consumed_tokens: int
+    train_seconds: float
+    elapsed_ms_per_iteration: float
+    learning_rate: float
+    global_batch_size: int
+    lm_loss: float | None = None
+    grad_norm: float | None = None
+    skipped_iterations: int = 0
+    tokens_per_second: float = 0.0
+    communication_ms_per_round: float | None = None
+    exposed_wait_ms_per_round: float | None = None
+    communication_hidden_percent: float | None = None
+
+    def line(self, train_iters: int) -> str:
+        """Megatron's line, with the figures of the rounds."""
+        parts = [
+            f" iteration {self.iteration:8d}/{train_iters:8d}",
+            f"consumed samples: {self.consumed_samples:12d}",
+            f"elapsed time per iteration (ms): {self.elapsed_ms_per_iteration:.1f}",
+            f"learning rate: {self.learning_rate:.6E}",
+            f"global batch size: {self.global_batch_size:5d}",
+            f"lm loss: {_number(self.lm_loss, '.6E')}",
+            f"grad norm: {_number(self.grad_norm, '.3f')}",
+            f"number of skipped iterations: {self.skipped_iterations:3d}",
+            f"tokens per second: {self.tokens_per_second:.1f}",
+        ]
+        if self.communication_ms_per_round is not None:
+            parts += [
+                f"communication time per round (ms): {self.communication_ms_per_round:.1f}",
+                f"exposed wait per round (ms): {_number(self.exposed_wait_ms_per_round, '.1f')}",
+                f"communication hidden (%): {_number(self.communication_hidden_percent, '.1f')}",
+            ]
+        return " | ".join(parts) + " |"
+
+
+class MetricsFile:
+    """metrics.jsonl: one JSON object per line, `kind` train, validation or test. Written by one rank."""
+
+    def __init__(self, path: Path, resumed_iteration: int | None) -> None:
+        """Open for appending.
+
+        Args:
+            path: the file.
+            resumed_iteration: records past this iteration are dropped, they will be made again. None: a fresh
+                run; a file that is there is set aside as metrics.jsonl.1 (.2, ...).
+        """
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.is_file() and path.stat().st_size > 0:
+            if resumed_iteration is None:
+                os.replace(path, _free_name(path))
+            else:
+                _drop_records_after(path, resumed_iteration)
+        self._file = open(path, "a", buffering=1)  # noqa: SIM115 (open for the whole run)
+
+    def append(self, kind: str, values: Mapping[str, Any]) -> None:
+        """Write one record. Numbers that are not finite become null, which JSON can say."""
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        self._file.write(json.dumps({"kind": kind, **finite}) + "\n")
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class TrainingLog:
+    """Collects what the updates report and writes a record per `log_interval`.
+
+    Nothing here waits for the network in the middle of training: the mean loss of iteration t is reduced while t+1
+    computes, and its line is written at the end of t+1, when the outcome of its update is known too.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        options: LoggingOptions,
+        metrics: MetricsFile | None,
+        control: dist.ProcessGroup,
+        train_iters: int,
+        sequence_length: int,
+        state: TrainState,
+    ) -> None:
+        self.engine = engine
+        self.options = options
+        self.metrics = metrics
+        self.control = control
+        self.train_iters = train_iters
+        self.sequence_length = sequence_length
+        self.clock = Stopwatch(state.train_seconds)
+        self._loss = torch.zeros(2, device=engine.device, dtype=torch.float32)
+        self._iterations = 0
+        self._skipped = engine.skipped_steps
+        self._rounds: list[RoundReport] = []
+        self._commits: dict[int, RoundReport] = {}
+        self._pending: _Pending | None = None
+
+    def add_loss(self, loss: torch.Tensor) -> None:
+        """Note the loss of one micro-batch, on the device."""
+        self._loss[0] += loss.detach()
+        self._loss[1] += 1
+
+    def end_update(self, state: TrainState, learning_rate: float) -> None:
+        """Note the end of an update; write the record that has become complete and start the one that is due."""
+        self._collect()
+        self._finish_pending()
+        self._iterations += 1
+        if state.iteration % self.options.log_interval == 0:
+            self._start_record(state, learning_rate)
+
+    def note_time(self, state: TrainState) -> None:
+        """Put the training time so far into the state."""
+        state.train_seconds = self.clock.seconds()
+
+    def flush(self) -> None:
+        """Write the record that is waiting for its update to settle, after settling it."""
+        if self._pending is not None:
+            self._collect()
+            megatron_acco.drain(self.engine)
+            # An evaluation or a save waits for the round in flight; that says nothing about what compute hides.
+            self._collect(of_training=False)
+            self._finish_pending()
+
+    def evaluation(self, kind: str, state: TrainState, loss: float, seconds: float) -> None:
+        """Write the result of an evaluation (`kind`: validation or test)."""
+        perplexity = math.exp(min(loss, 20.0))
+        if dist.get_rank() != 0:
+            return
+        print(
+            f" {kind} loss at iteration {state.iteration} | consumed samples: {state.consumed_train_samples} | "
+            f"lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} | evaluation time (s): {seconds:.1f} |",
+            flush=True,
+        )
+        values = {
+            "iteration": state.iteration,
+            "consumed_samples": state.consumed_train_samples,
+            "consumed_tokens": state.consumed_train_samples * self.sequence_length,
+            "train_seconds": state.train_seconds,
+            "lm_loss": loss,
+            "perplexity": perplexity,
+            "evaluation_seconds": seconds,
+        }
+        self._write(kind, values, ("lm_loss", "perplexity"))
+
+    def _collect(self, of_training: bool = True) -> None:
+        for report in megatron_acco.round_reports(self.engine):
+            if of_training:
+                self._rounds.append(report)
+            if report.kind is RoundKind.COMMIT:
+                self._commits[report.update] = report
+
+    def _start_record(self, state: TrainState, learning_rate: float) -> None:
+        # Waits for the device, not for other ranks.
+        loss = self._loss.double().cpu()
+        elapsed = self.clock.lap()
+        self.note_time(state)
+        batch = self.engine.train_batch_size()
+        record = IterationRecord(
+            iteration=state.iteration,
+            consumed_samples=state.consumed_train_samples,
+            consumed_tokens=state.consumed_train_samples * self.sequence_length,
+            train_seconds=state.train_seconds,
+            elapsed_ms_per_iteration=elapsed * 1000.0 / self._iterations,
+            learning_rate=learning_rate,
+            global_batch_size=batch,
+            tokens_per_second=self._iterations * batch * self.sequence_length / elapsed,
+        )
+        if not isinstance(self.engine, megatron_acco.AccoEngine):
+            record.grad_norm = _as_float(self.engine.get_global_grad_norm())
+            record.skipped_iterations = self.engine.skipped_steps - self._skipped
+            self._skipped = self.engine.skipped_steps
+        work = dist.all_reduce(loss, group=self.control, async_op=True)
+        self._pending = _Pending(record, loss, work)
+        self._iterations = 0
+        self._loss.zero_()
+
+    def _finish_pending(self) -> None:
+        if self._pending is None:
+            return
+        record, loss = self._pending.finish()
+        self._pending = None
+        record.lm_loss = float(loss[0] / loss[1])
+        self._add_rounds(record)
+        if dist.get_rank() == 0:
+            print(record.line(self.train_iters), flush=True)
+            values = dataclasses.asdict(record)
+            logged = ("lm_loss", "learning_rate", "grad_norm", "tokens_per_second", "communication_hidden_percent")
+            self._write("train", values, logged)
+
+    def _add_rounds(self, record: IterationRecord) -> None:
+        commit = self._commits.get(record.iteration - 1)
+        if commit is not None:
+            record.grad_norm = commit.grad_norm
+            # As captured at the launch; the scheduler moves when the update before has settled.
+            record.learning_rate = commit.learning_rate
+        if isinstance(self.engine, megatron_acco.AccoEngine):
+            settled = [update for update in self._commits if update < record.iteration]
+            record.skipped_iterations = sum(not self._commits.pop(update).applied for update in settled)
+        if self._rounds:
+            count = len(self._rounds)
+            record.communication_ms_per_round = 1000.0 * sum(r.communication_seconds for r in self._rounds) / count
+            record.exposed_wait_ms_per_round = 1000.0 * sum(r.wait_seconds for r in self._rounds) / count
+            lane = sum(r.seconds for r in self._rounds)
+            covered = sum(r.hidden_share * r.seconds for r in self._rounds)
+            record.communication_hidden_percent = 100.0 * covered / lane if lane > 0.0 else None
+            self._rounds = []
+
+    def _write(self, kind: str, values: Mapping[str, Any], logged: tuple[str, ...]) -> None:
+        if self.metrics is not None:
+            self.metrics.append(kind, values)
+        samples = values["consumed_samples"]
+        events = [(f"{kind}/{name}", values[name], samples) for name in logged if values.get(name) is not None]
+        if self.engine.monitor.enabled:
+            self.engine.monitor.write_events(events)
+
+
+@dataclass
+class _Pending:
+    """A record whose mean loss is being reduced."""
+
+    record: IterationRecord
+    loss: torch.Tensor
+    work: Any
+
+    def finish(self) -> tuple[IterationRecord, torch.Tensor]:
+        self.work.wait()
+        return self.record, self.loss
+
+
+class Stopwatch:
+    """Wall clock with pauses, continued from an earlier run."""
+
+    def __init__(self, seconds: float = 0.0) -> None:
+        self._before = seconds
+        self._lap = seconds
+        self._since: float | None = None
+
+    def pause(self) -> None:
+        """Stop counting."""
+        self._before, self._since = self.seconds(), None
+
+    def resume(self) -> None:
+        """Count (again)."""
+        assert self._since is None
+        self._since = time.perf_counter()
+
+    def seconds(self) -> float:
+        """Seconds counted in all."""
+        return self._before + (0.0 if self._since is None else time.perf_counter() - self._since)
+
+    def lap(self) -> float:
+        """Seconds counted since the last lap or the start."""
+        before, self._lap = self._lap, self.seconds()
+        return self._lap - before
+
+
+def _number(value: float | None, form: str) -> str:
+    return "n/a" if value is None else format(value, form)
+
+
+def _as_float(value: Any) -> float | None:
+    return None if value is None else float(value)
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (candidate := path.with_name(f"{path.name}.{number}")).exists():
+        number += 1
+    return candidate
+
+
+def _drop_records_after(path: Path, iteration: int) -> None:
+    """Rewrite the file without records past `iteration` and without a last line that a crash cut off."""
+    kept = []
+    for line in path.read_text().splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue
+        if record.get("iteration", 0) <= iteration:
+            kept.append(line + "\n")
+    staged = path.with_name(f".{path.name}.{os.getpid()}")
+    staged.write_text("".join(kept))
+    os.replace(staged, path)

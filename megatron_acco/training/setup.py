@@ -1,0 +1,157 @@
+"""From a command line to a run that is ready to train: first everything that can be refused, then the model."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from megatron.core import parallel_state
+
+import megatron_acco
+from megatron_acco import ds_json
+from megatron_acco.training import environment
+from megatron_acco.training.arguments import Arguments, parse_arguments, resolve
+from megatron_acco.training.batches import ConsumedSampleSampler, EvaluationSampler, build_loader
+from megatron_acco.training.checkpoint import (
+    Checkpointer,
+    Found,
+    Identity,
+    TrainState,
+    describe_schedule,
+    find_checkpoint,
+    lock_folder,
+)
+from megatron_acco.training.data import Datasets, build_datasets
+from megatron_acco.training.environment import Ranks
+from megatron_acco.training.loop import Run
+from megatron_acco.training.metrics import MetricsFile, TrainingLog
+from megatron_acco.training.model import build_model, parameter_groups
+from megatron_acco.training.schedule import Schedule, resolve_schedule
+from megatron_acco.training.tokenizer import build_tokenizer
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A run whose arguments, JSON, data and checkpoint have been found good. Nothing is built yet."""
+
+    arguments: Arguments
+    schedule: Schedule
+    vocab_size: int
+    padded_vocab_size: int
+    datasets: Datasets
+    identity: Identity
+    found: Found | None
+    folder_lock: Any
+
+
+def make_plan(argv: Sequence[str] | None, ranks: Ranks) -> Plan:
+    """Check everything the user gave, on every rank by itself and without a collective.
+
+    Raises:
+        ValueError: with one message for the user.
+    """
+    arguments = parse_arguments(argv)
+    dp_world_size = ranks.world_size // arguments.run.tensor_model_parallel_size
+    arguments = resolve(arguments, ds_json.load_json(arguments.run.deepspeed_config), dp_world_size)
+    schedule = resolve_schedule(
+        arguments.optimizer, arguments.train_iters * arguments.global_batch_size, arguments.global_batch_size
+    )
+    tokenizer = build_tokenizer(arguments.tokenizer)
+    batch, training = arguments.global_batch_size, arguments.training
+    evaluation_samples = training.eval_iters * batch
+    datasets = build_datasets(
+        arguments.data,
+        tokenizer,
+        training.seq_length,
+        training.seed,
+        (arguments.train_iters * batch, evaluation_samples, evaluation_samples),
+    )
+    padded = arguments.model.padded_vocab_size(tokenizer.vocab_size, arguments.run.tensor_model_parallel_size)
+    identity = Identity(
+        model={**dataclasses.asdict(arguments.model), "padded_vocab_size": padded},
+        schedule=describe_schedule(schedule),
+        order={"seq_length": training.seq_length, "seed": training.seed, "sample_index": datasets.key},
+        ranks=dp_world_size,
+        arguments=arguments.as_dict(),
+    )
+    found = find_checkpoint(arguments.checkpoint, identity, arguments.optimizer.override_opt_param_scheduler)
+    save = arguments.checkpoint.save
+    lock = lock_folder(Path(save)) if save is not None and ranks.rank == 0 else None
+    return Plan(arguments, schedule, tokenizer.vocab_size, padded, datasets, identity, found, lock)
+
+
+def build_run(plan: Plan, ranks: Ranks) -> Run:
+    """Meet the other ranks, build model and engine, and load the checkpoint if there is one. Collective."""
+    arguments = plan.arguments
+    control = environment.initialize_distributed(
+        ranks, arguments.run.tensor_model_parallel_size, arguments.run.distributed_timeout_minutes
+    )
+    _agree(plan, control)
+    environment.seed_everything(arguments.training.seed)
+    model = build_model(arguments.model, plan.padded_vocab_size, arguments.dtype)
+    engine, _, _, _ = megatron_acco.initialize(
+        model=model,
+        model_parameters=parameter_groups(model),
+        lr_scheduler=plan.schedule.build,
+        mpu=environment.Mpu(),
+        config=dict(arguments.deepspeed),
+        dist_init_required=False,
+    )
+    checkpointer = Checkpointer(engine, arguments.checkpoint, plan.identity, control)
+    state = TrainState() if plan.found is None else checkpointer.load(plan.found)
+    metrics = _open_metrics(arguments, state, resumed=plan.found is not None)
+    log = TrainingLog(
+        engine, arguments.logging, metrics, control, arguments.train_iters, arguments.training.seq_length, state
+    )
+    run = Run(arguments, engine, state, *_loaders(plan, state), log, checkpointer, control)
+    # Dropout differs between replicas; what drew from the generators above was the same on all.
+    environment.seed_everything(arguments.training.seed + 1 + parallel_state.get_data_parallel_rank())
+    if plan.found is not None:
+        checkpointer.restore_generators()
+    return run
+
+
+def _agree(plan: Plan, control: dist.ProcessGroup) -> None:
+    """All ranks must have read the same arguments, data and checkpoint (think of files that differ per host)."""
+    mine = {
+        "arguments": {**plan.identity.arguments, "run": {**plan.identity.arguments["run"], "local_rank": None}},
+        "sample index": plan.datasets.key,
+        "checkpoint": None if plan.found is None else plan.found.tag,
+    }
+    others: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(others, mine, group=control)
+    for rank, other in enumerate(others):
+        for name, value in mine.items():
+            if other[name] != value:
+                raise RuntimeError(f"{name} of this rank and of rank {rank} differ: {value} and {other[name]}")
+
+
+def _loaders(plan: Plan, state: TrainState) -> tuple[Any, Any, Any]:
+    arguments, training = plan.arguments, plan.arguments.training
+    rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
+    micro_batch, total = arguments.micro_batch_size, arguments.train_iters * arguments.global_batch_size
+    order = ConsumedSampleSampler(total, state.consumed_train_samples, micro_batch, rank, ranks)
+    train = build_loader(plan.datasets.train, order, plan.vocab_size, arguments.data.num_workers, training.seed)
+
+    def evaluation(dataset: Any) -> Any:
+        if dataset is None or training.eval_iters == 0:
+            return None
+        samples = min(len(dataset), training.eval_iters * arguments.global_batch_size)
+        share = EvaluationSampler(samples, micro_batch, rank, ranks)
+        return build_loader(dataset, share, plan.vocab_size, 0, training.seed)
+
+    return train, evaluation(plan.datasets.valid), evaluation(plan.datasets.test)
+
+
+def _open_metrics(arguments: Arguments, state: TrainState, resumed: bool) -> MetricsFile | None:
+    path = arguments.logging.metrics_path(arguments.checkpoint.save)
+    if path is None or dist.get_rank() != 0:
+        return None
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.with_name("arguments.json").write_text(json.dumps(arguments.as_dict(), indent=2) + "\n")
+    return MetricsFile(path, state.iteration if resumed else None)

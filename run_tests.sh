@@ -1,0 +1,18 @@
+#!/usr/bin/env bash
+# Lint, type check and the whole test suite, in .venv (made if missing). Arguments go to pytest:
+#   bash run_tests.sh -k corpus -x
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")"
+. scripts/venv.sh
+ensure_venv test
+
+# Ranks of one machine share its cores: more threads than cores make every test slower.
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
+
+say "ruff"
+ruff check .
+ruff format --check .
+say "mypy"
+mypy
+say "pytest"
+exec python -m pytest "$@"

@@ -1,0 +1,250 @@
+"""The update rules of DESIGN.md section 2 as one float64 process: the reference that the product is tested against.
+
+Written from the equations only. Nothing here is shared with the product, with torch.optim or with DeepSpeed:
+
+    g~_t   = sum over ranks i, micro-batches k of  grad f(theta~_t; xi~_ik)     count N~_t
+    g_t    = sum over ranks i, micro-batches k of  grad f(theta_t ; xi_ik )     count N_t
+    theta~_{t+1}          = Opt(theta_t, S_t,  g~_t / N~_t)                       (S_t is not changed)
+    (theta_{t+1},S_{t+1}) = Opt(theta_t, S_t, (g~_t + g_t) / (N~_t + N_t))
+
+    sync   gradients at theta_t
+    dpu    gradients at theta_{t-1} (theta_{-1} = theta_0), applied to theta_t
+    wp     as dpu, but the weights used are those that the commit showed: Opt(theta_{t+1}, S_{t+1}, g_t)
+
+Gradients come from a callback, so that the model, the loss and the data stay in the test.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+Array = np.ndarray
+Params = dict[str, Array]
+"""Parameter (or gradient) arrays by name, float64."""
+State = dict[str, dict[str, Array | int]]
+"""Optimizer state by parameter name: a dict of moments and the step count."""
+Gradient = Callable[[Params, int, int, int], Params]
+"""(weights, update, rank, micro-batch of the update) -> gradient of that micro-batch's mean loss."""
+Counts = Callable[[int, int], tuple[int, int]]
+"""(update, rank) -> micro-batches in the first half, micro-batches after it."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One optimizer rule and its hyperparameters, for one parameter group.
+
+    `kind`: "adamw" (decoupled decay), "adam" (L2), "sgd" (momentum, L2), "lion" (sign of the interpolated moment,
+    decoupled decay).
+    """
+
+    kind: str
+    lr: float
+    weight_decay: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    momentum: float = 0.9
+
+
+@dataclass(frozen=True)
+class Group:
+    """Parameters (by name) that follow one rule."""
+
+    names: tuple[str, ...]
+    rule: Rule
+
+
+@dataclass
+class Update:
+    """What the oracle computed in one update t.
+
+    Attributes:
+        theta: theta_{t+1}.
+        state: S_{t+1}.
+        estimate: theta~_{t+1} (mode acco outside the warm-up; None otherwise).
+        shown: weights that the commit showed to compute (theta_{t+1}; in mode wp the prediction).
+        estimate_norm, commit_norm: norms of the averaged gradients before clipping.
+        applied: False if the update was skipped.
+        micro_batches: total count in the commit's average.
+        lr_factor: factor on every group's learning rate in this update.
+    """
+
+    theta: Params
+    state: State
+    estimate: Params | None
+    shown: Params
+    estimate_norm: float
+    commit_norm: float
+    applied: bool
+    micro_batches: int
+    lr_factor: float
+
+
+def apply_rule(rule: Rule, theta: Array, state: dict, grad: Array, lr: float) -> tuple[Array, dict]:
+    """Opt(theta, S, g) -> (theta', S') for one tensor. Pure: changes none of its arguments."""
+    step = state.get("step", 0) + 1
+    zeros = np.zeros_like(theta)
+    if rule.kind in ("adamw", "adam"):
+        beta1, beta2 = rule.betas
+        if rule.kind == "adam":
+            grad = grad + rule.weight_decay * theta
+        m = beta1 * state.get("exp_avg", zeros) + (1 - beta1) * grad
+        v = beta2 * state.get("exp_avg_sq", zeros) + (1 - beta2) * grad * grad
+        direction = (m / (1 - beta1**step)) / (np.sqrt(v / (1 - beta2**step)) + rule.eps)
+        decay = rule.weight_decay * theta if rule.kind == "adamw" else 0.0
+        return theta - lr * (direction + decay), {"step": step, "exp_avg": m, "exp_avg_sq": v}
+    if rule.kind == "sgd":
+        # torch's form: the first moment is the gradient itself, later ones momentum * buffer + gradient.
+        grad = grad + rule.weight_decay * theta
+        buffer = rule.momentum * state.get("momentum_buffer", zeros) + grad
+        return theta - lr * buffer, {"step": step, "momentum_buffer": buffer}
+    if rule.kind == "lion":
+        beta1, beta2 = rule.betas
+        m = state.get("exp_avg", zeros)
+        direction = np.sign(beta1 * m + (1 - beta1) * grad)
+        moved = theta - lr * (direction + rule.weight_decay * theta)
+        return moved, {"step": step, "exp_avg": beta2 * m + (1 - beta2) * grad}
+    raise ValueError(f"no rule {rule.kind!r}")
+
+
+def norm(grad: Params) -> float:
+    """Global L2 norm."""
+    return math.sqrt(sum(float(np.sum(g * g)) for g in grad.values()))
+
+
+def clipped(grad: Params, clip: float) -> Params:
+    """The gradient divided by max(1, (norm + 1e-6) / clip); clip 0 switches clipping off."""
+    if clip == 0.0:
+        return grad
+    coefficient = max(1.0, (norm(grad) + 1e-6) / clip)
+    return {name: g / coefficient for name, g in grad.items()}
+
+
+def _finite(grad: Params) -> bool:
+    return all(bool(np.isfinite(g).all()) for g in grad.values())
+
+
+@dataclass
+class Oracle:
+    """Runs updates one at a time; `updates(n)` returns n more records.
+
+    Attributes:
+        theta: theta_0 by name.
+        groups: rules; every name of `theta` belongs to exactly one group, others never move.
+        gradient: see `Gradient`.
+        mode: "acco", "dpu", "wp" or "sync".
+        ranks: data-parallel ranks.
+        counts: see `Counts`.
+        clip: gradient clipping, 0 = off.
+        warmup_updates: updates made by the sync rule first.
+        lr_factor: factor on the learning rates as a function of the number of updates applied so far.
+    """
+
+    theta: Params
+    groups: Sequence[Group]
+    gradient: Gradient
+    mode: str
+    ranks: int
+    counts: Counts
+    clip: float = 0.0
+    warmup_updates: int = 0
+    lr_factor: Callable[[int], float] = lambda applied: 1.0
+    state: State = field(default_factory=dict)
+    update: int = 0
+    applied: int = 0
+
+    def __post_init__(self) -> None:
+        self.theta = {name: np.asarray(value, dtype=np.float64).copy() for name, value in self.theta.items()}
+        self._estimate = self.theta  # theta~_t
+        self._before = self.theta  # weights in use while the commit of update t-1 is in flight (dpu, wp)
+        self._shown = self.theta  # what the commit of update t-1 shows once it has arrived
+
+    def updates(self, n: int) -> list[Update]:
+        return [self._one_update() for _ in range(n)]
+
+    def _one_update(self) -> Update:
+        t = self.update
+        mode = "sync" if t < self.warmup_updates else self.mode
+        record = self._acco(t) if mode == "acco" else self._whole(t, mode)
+        self.theta, self.state = record.theta, record.state
+        self.applied += record.applied
+        self.update += 1
+        return record
+
+    def _sum(self, weights: Params, t: int, half: int | None) -> tuple[Params, int]:
+        """Sum of gradients at `weights` over ranks and the micro-batches of one half (None: the whole update)."""
+        total = {name: np.zeros_like(value) for name, value in self.theta.items()}
+        count = 0
+        for rank in range(self.ranks):
+            first, second = self.counts(t, rank)
+            micros = {0: range(first), 1: range(first, first + second), None: range(first + second)}[half]
+            for k in micros:
+                for name, g in self.gradient(weights, t, rank, k).items():
+                    total[name] = total[name] + g
+                count += 1
+        return total, count
+
+    def _opt(self, theta: Params, state: State, grad: Params) -> tuple[Params, State]:
+        new_theta, new_state = dict(theta), copy.deepcopy(state)
+        factor = self.lr_factor(self.applied)
+        grad = clipped(grad, self.clip)
+        for group in self.groups:
+            for name in group.names:
+                moved = apply_rule(group.rule, theta[name], state.get(name, {}), grad[name], group.rule.lr * factor)
+                new_theta[name], new_state[name] = moved
+        return new_theta, new_state
+
+    def _acco(self, t: int) -> Update:
+        first, n_first = self._sum(self._estimate, t, 0)
+        second, n_second = self._sum(self.theta, t, 1)
+        factor = self.lr_factor(self.applied)
+        estimate, estimate_norm = self.theta, 0.0
+        if n_first and _finite(first):
+            average = {name: g / n_first for name, g in first.items()}
+            estimate_norm = norm(self._trained(average))
+            estimate, _ = self._opt(self.theta, self.state, self._trained(average))
+        theta, state, commit_norm, applied = self._commit(first, second, n_first + n_second)
+        # While the commit of update t is in flight, compute goes on at the estimate made from its first half.
+        self._estimate = estimate
+        self._before = self._shown = theta
+        count = n_first + n_second
+        return Update(theta, state, estimate, theta, estimate_norm, commit_norm, applied, count, factor)
+
+    def _whole(self, t: int, mode: str) -> Update:
+        weights = self.theta if mode == "sync" else self._before
+        total, count = self._sum(weights, t, None)
+        factor = self.lr_factor(self.applied)
+        nothing = {name: np.zeros_like(g) for name, g in total.items()}
+        theta, state, commit_norm, applied = self._commit(nothing, total, count)
+        shown = theta
+        if mode == "wp" and applied:
+            average = self._trained({name: g / count for name, g in total.items()})
+            shown, _ = self._opt(theta, state, average)
+        # One round of delay: the next update computes at what the previous commit showed. After a waited round
+        # (sync) there is nothing in flight.
+        self._before = shown if mode == "sync" else self._shown
+        self._shown = shown
+        self._estimate = theta
+        return Update(theta, state, None, shown, 0.0, commit_norm, applied, count, factor)
+
+    def _commit(self, first: Params, second: Params, count: int) -> tuple[Params, State, float, bool]:
+        total = self._trained({name: first[name] + second[name] for name in first})
+        if count == 0 or not _finite(total):
+            return self.theta, self.state, math.nan, False
+        average = {name: g / count for name, g in total.items()}
+        theta, state = self._opt(self.theta, self.state, average)
+        return theta, state, norm(average), True
+
+    def _trained(self, grad: Params) -> Params:
+        """Only what some group trains: frozen weights are in no norm."""
+        names = {name for group in self.groups for name in group.names}
+        return {name: g for name, g in grad.items() if name in names}
+
+
+def even_counts(first: int, total: int) -> Counts:
+    """Every rank does `total` micro-batches per update, `first` of them in the first half."""
+    return lambda update, rank: (first, total - first)

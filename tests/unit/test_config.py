@@ -1,0 +1,146 @@
+"""The `acco` section (AccoConfig) and its generated reference."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_acco import config_reference
+from megatron_acco.config import AccoConfig, Accumulation, Mode, acco_config
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def test_section_absent_or_disabled_is_none() -> None:
+    assert acco_config({}) is None
+    assert acco_config({"acco": {"enabled": False}}) is None
+
+
+def test_section_empty_is_the_default() -> None:
+    assert acco_config({"acco": {}}) == AccoConfig()
+    assert AccoConfig() == AccoConfig(True, Mode.ACCO, Accumulation.FIXED, 0.5, 0)
+
+
+def test_section_is_read() -> None:
+    section = {"mode": "wp", "accumulation": "fixed", "estimate_fraction": 0.25, "warmup_updates": 10, "enabled": True}
+    config = acco_config({"acco": section})
+    assert config == AccoConfig(True, Mode.WP, Accumulation.FIXED, 0.25, 10)
+    assert section["mode"] == "wp"
+
+
+def test_config_is_frozen() -> None:
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        AccoConfig().mode = Mode.SYNC  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(
+    ("section", "fragments"),
+    [
+        ({"enabeld": True}, ['unknown key "acco.enabeld"', 'did you mean "enabled"']),
+        ({"Mode": "acco"}, ['unknown key "acco.Mode"', 'did you mean "mode"']),
+        ({"xyzzy": 1}, ['unknown key "acco.xyzzy"', "known keys", "warmup_updates"]),
+        ({"mode": "aco"}, ['"acco.mode"', "acco, dpu, wp, sync", 'did you mean "acco"']),
+        ({"mode": True}, ['"acco.mode"', "True"]),
+        ({"mode": None}, ['"acco.mode"', "None"]),
+        ({"mode": ["acco"]}, ['"acco.mode"']),
+        ({"mode": "auto"}, ['"acco.mode"', "nothing resolves"]),
+        ({"estimate_fraction": "auto"}, ['"acco.estimate_fraction"', "nothing resolves"]),
+        ({"accumulation": "adaptve"}, ['"acco.accumulation"', "fixed"]),
+        ({"enabled": 1}, ['"acco.enabled"', "true or false"]),
+        ({"enabled": "false"}, ['"acco.enabled"', "true or false"]),
+        ({"estimate_fraction": "0.5"}, ['"acco.estimate_fraction"', "number"]),
+        ({"estimate_fraction": True}, ['"acco.estimate_fraction"', "number"]),
+        ({"estimate_fraction": float("nan")}, ['"acco.estimate_fraction"', "finite"]),
+        ({"estimate_fraction": float("inf")}, ['"acco.estimate_fraction"', "finite"]),
+        ({"estimate_fraction": 0}, ['"acco.estimate_fraction"', "between 0 and 1"]),
+        ({"estimate_fraction": 1.0}, ['"acco.estimate_fraction"', "between 0 and 1"]),
+        ({"estimate_fraction": -0.5}, ['"acco.estimate_fraction"', "between 0 and 1"]),
+        ({"warmup_updates": 2.5}, ['"acco.warmup_updates"', "whole number"]),
+        ({"warmup_updates": 2.0}, ['"acco.warmup_updates"', "whole number"]),
+        ({"warmup_updates": True}, ['"acco.warmup_updates"', "whole number"]),
+        ({"warmup_updates": "10"}, ['"acco.warmup_updates"', "whole number"]),
+        ({"warmup_updates": -1}, ['"acco.warmup_updates"', "0 or more"]),
+        ("acco", ['"acco"', "an object"]),
+        (True, ['"acco"', "an object"]),
+        (None, ['"acco"', "an object"]),
+        ([], ['"acco"', "an object"]),
+    ],
+)
+@pytest.mark.parametrize("disabled", [False, True])
+def test_wrong_section_is_refused_also_when_disabled(section: Any, fragments: list[str], disabled: bool) -> None:
+    if disabled and isinstance(section, dict):
+        section = {"enabled": False, **section}
+    with pytest.raises(ValueError) as caught:
+        acco_config({"acco": section})
+    message = str(caught.value)
+    assert "\n" not in message
+    for fragment in fragments:
+        assert fragment in message
+
+
+@pytest.mark.parametrize(
+    ("steps", "fraction", "first"),
+    [
+        (2, 0.5, 1),
+        (3, 0.5, 1),
+        (4, 0.5, 2),
+        (5, 0.5, 2),
+        (5, 0.8, 4),
+        (4, 0.1, 1),
+        (4, 0.99, 3),
+        (100, 0.29, 29),
+        (10, 0.7, 7),
+        (1, 0.5, 1),
+    ],
+)
+def test_halves_have_one_micro_batch_at_least(steps: int, fraction: float, first: int) -> None:
+    assert AccoConfig(estimate_fraction=fraction).first_half_micro_batches(steps) == first
+
+
+def test_one_micro_batch_per_update_is_refused_in_mode_acco_only() -> None:
+    with pytest.raises(ValueError, match="at least 2, got 1"):
+        AccoConfig().check_accumulation_steps(1)
+    AccoConfig().check_accumulation_steps(2)
+    AccoConfig(enabled=False).check_accumulation_steps(1)
+    for mode in (Mode.DPU, Mode.WP, Mode.SYNC):
+        AccoConfig(mode=mode).check_accumulation_steps(1)
+
+
+# ---- the generated reference -----------------------------------------------------------------------------------------
+
+
+def test_reference_has_every_option_with_its_default() -> None:
+    rows = config_reference.render().splitlines()[2:]
+    assert len(rows) == len(dataclasses.fields(AccoConfig))
+    for row, field in zip(rows, dataclasses.fields(AccoConfig), strict=True):
+        assert row.startswith(f"| `{field.name}` |")
+        assert row.count(" | ") == 3
+        assert len(field.metadata["doc"]) > 20
+    assert '| `"acco"` |' in rows[1]
+    assert "| `true` |" in rows[0]
+
+
+@pytest.mark.parametrize("name", ["docs/configuration.md", "README.md"])
+def test_reference_in_the_documents_is_up_to_date(name: str) -> None:
+    assert config_reference.is_up_to_date(REPOSITORY / name), f"run: python -m megatron_acco.config_reference {name}"
+
+
+def test_reference_is_inserted_between_the_markers_only(tmp_path: Path) -> None:
+    document = tmp_path / "d.md"
+    document.write_text(f"# before\n\n{config_reference.BEGIN}\nold\n{config_reference.END}\n\nafter\n")
+    assert config_reference.main(["--check", str(document)]) == 1
+    assert config_reference.main([str(document)]) == 0
+    assert config_reference.main(["--check", str(document)]) == 0
+    text = document.read_text()
+    assert text.startswith("# before\n\n") and text.endswith("\n\nafter\n")
+    assert config_reference.render() in text
+    assert "old" not in text
+
+
+@pytest.mark.parametrize("text", ["", config_reference.BEGIN, f"{config_reference.END}{config_reference.BEGIN}"])
+def test_reference_without_markers_is_an_error(text: str) -> None:
+    with pytest.raises(ValueError, match="markers"):
+        config_reference.insert(text)
