@@ -13,11 +13,21 @@ is_supported() {
     "$1" -c 'import sys; raise SystemExit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' >/dev/null 2>&1
 }
 
+# Whether .venv is whole; one whose making was interrupted can be an interpreter outside any environment.
+venv_is_whole() {
+    "$VENV/bin/python" -c 'import sys; raise SystemExit(sys.prefix == sys.base_prefix)' >/dev/null 2>&1 &&
+        "$VENV/bin/python" -m pip --version >/dev/null 2>&1
+}
+
 find_python() {
     local candidate path
-    if [ -x "$VENV/bin/python" ] && is_supported "$VENV/bin/python"; then
-        PYTHON=$VENV/bin/python
-        return
+    if is_supported "$VENV/bin/python"; then
+        # Some tools make environments without pip.
+        venv_is_whole || [ ! -f "$VENV/pyvenv.cfg" ] || "$VENV/bin/python" -m ensurepip >/dev/null 2>&1 || true
+        if venv_is_whole; then
+            PYTHON=$VENV/bin/python
+            return
+        fi
     fi
     for candidate in ${PYTHON:+"$PYTHON"} python3.12 python3.11 python3 python; do
         while read -r path; do
@@ -66,7 +76,7 @@ ensure_venv() {
     # The test extra holds all of the plot extra.
     if ! grep -qsxF "$state" "$stamp" "$VENV/.installed-test"; then
         ensure_system_packages
-        if ! "$VENV/bin/python" -m pip --version >/dev/null 2>&1; then
+        if ! venv_is_whole; then
             say "making $VENV with $("$PYTHON" --version 2>&1) ($PYTHON)"
             "$PYTHON" -m venv --clear "$VENV" || die "could not make $VENV"
         fi

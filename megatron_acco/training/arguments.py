@@ -67,7 +67,7 @@ class RunOptions:
     tensor_model_parallel_size: int = option(1, "Tensor-parallel size (1 in this release).")
     pipeline_model_parallel_size: int = option(1, "Pipeline-parallel size (1 only).")
     context_parallel_size: int = option(1, "Context-parallel size (1 only).")
-    distributed_timeout_minutes: int = option(10, "Time limit of every collective and of the rendezvous.")
+    distributed_timeout_minutes: float = option(10.0, "Time limit of every collective and of the rendezvous.")
 
     def __post_init__(self) -> None:
         for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
@@ -75,8 +75,8 @@ class RunOptions:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} is not supported; only 1 is")
         if self.bf16 and self.fp16:
             raise ValueError("--bf16 and --fp16 contradict each other; give one")
-        if self.distributed_timeout_minutes < 1:
-            raise ValueError(f"--distributed-timeout-minutes must be 1 or more, got {self.distributed_timeout_minutes}")
+        if self.distributed_timeout_minutes <= 0:
+            raise ValueError(f"--distributed-timeout-minutes must be above 0, got {self.distributed_timeout_minutes}")
 
 
 @dataclass(frozen=True)
@@ -209,8 +209,6 @@ def resolve(arguments: Arguments, config: Mapping[str, Any], dp_world_size: int)
             f"--train-samples {arguments.training.train_samples} is less than one global batch of "
             f"{result.global_batch_size}"
         )
-    if "acco" in resolved and result.dtype is torch.float16 and resolved["acco"].get("enabled", True):
-        raise ValueError('fp16 is not supported with an "acco" section; use bf16 or fp32')
     return result
 
 
@@ -226,6 +224,9 @@ def _with_auto(config: Mapping[str, Any], arguments: Arguments) -> dict[str, Any
     """The JSON with "auto" where it is silent on what the arguments always decide."""
     result = dict(config)
     result.setdefault("gradient_clipping", "auto")
+    if "optimizer" not in result and arguments.optimizer.optimizer == "sgd":
+        # Asked for by name: DeepSpeed need not ask again.
+        result.setdefault("zero_allow_untested_optimizer", True)
     section = result.setdefault("optimizer", {"type": _OPTIMIZER_TYPES[arguments.optimizer.optimizer]})
     if not isinstance(section, Mapping) or not isinstance(section.get("params", {}), Mapping):
         return result

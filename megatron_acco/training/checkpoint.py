@@ -142,17 +142,11 @@ def find_checkpoint(options: CheckpointOptions, mine: Identity, override_schedul
         raise ValueError(f"--load {folder}: {tag} was not written by pretrain_gpt_acco.py")
     saved: Identity = Identity(**header["identity"])
     for rank in range(saved.ranks):
-        shard = folder / tag / _shard_name(content, rank)
-        if not shard.is_file():
-            raise ValueError(f"--load {folder}: {tag} is incomplete, there is no file {shard}")
+        # DeepSpeed marks the files of bf16 runs.
+        names = [f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for prefix in ("", "bf16_")]
+        if not any((folder / tag / name).is_file() for name in names):
+            raise ValueError(f"--load {folder}: {tag} is incomplete, it has no optimizer file of rank {rank}")
     return Found(folder, tag, _compare(saved, mine, f"{folder}/{tag}", override_schedule))
-
-
-def _shard_name(content: Mapping[str, Any], rank: int) -> str:
-    """DeepSpeed names the optimizer files of bf16 runs differently, and marks the model file of neither."""
-    bf16 = content.get("ds_config", {}).get("bf16", {})
-    prefix = "bf16_" if isinstance(bf16, Mapping) and bf16.get("enabled", False) else ""
-    return f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt"
 
 
 def _compare(saved: Identity, mine: Identity, where: str, override_schedule: bool) -> tuple[str, ...]:

@@ -30,6 +30,7 @@ from megatron_acco.training.options import option
 SPLITS = ("train", "valid", "test")
 _SCANNED_TOKENS = 1 << 26
 _SCANNED_BLOCKS = 256
+_INDEX_MAGIC = b"MMIDIDX\x00\x00"
 
 
 @dataclass(frozen=True)
@@ -113,7 +114,15 @@ def build_datasets(
                 _publish_index(build, root, final)
     except OSError as error:
         raise ValueError(f"cannot write the sample index to {root}: {error}; set --data-cache-path") from error
-    train, valid, test = build(final)
+    try:
+        train, valid, test = build(final)
+    except (OSError, EOFError, ValueError) as error:
+        raise ValueError(f"the sample index {final} is damaged: {error}; delete that folder") from error
+    if len(train) < sizes[0]:
+        raise ValueError(
+            f"training wants {sizes[0]} samples, but prefixes without weights give one epoch of {len(train)}; put a "
+            f"weight before each prefix, or train for fewer updates"
+        )
     return Datasets(train, valid, test, key)
 
 
@@ -159,13 +168,13 @@ def _check_split(split: str) -> None:
 
 def _check_sources(
     sources: dict[str, _Source], options: DataOptions, sequence_length: int, samples: tuple[int, int, int]
-) -> list[int | None]:
+) -> list[int]:
     """Check that every prefix exists and every split has documents; return the samples to draw per split."""
-    sizes: list[int | None] = []
+    sizes: list[int] = []
     for name, wanted in zip(SPLITS, samples, strict=True):
         source = sources.get(name)
         if source is None:
-            sizes.append(None)
+            sizes.append(0)
             continue
         available = 0
         for prefix in source.prefixes:
@@ -189,6 +198,10 @@ def _share_of(prefix: str, source: _Source) -> tuple[int, int]:
         if not os.path.isfile(prefix + suffix):
             raise ValueError(f"{source.flag} {prefix}: no file {prefix + suffix}")
     try:
+        # megatron-core's reader stumbles over its own half-built object when the header is wrong.
+        with open(prefix + ".idx", "rb") as index:
+            if index.read(len(_INDEX_MAGIC)) != _INDEX_MAGIC:
+                raise ValueError("the .idx file has another header")
         dataset = IndexedDataset(prefix)
     except Exception as error:
         raise ValueError(f"{source.flag} {prefix}: not a readable indexed dataset: {error}") from error
@@ -235,7 +248,7 @@ def _index_key(
     tokenizer: Any,
     sequence_length: int,
     seed: int,
-    sizes: list[int | None],
+    sizes: list[int],
 ) -> str:
     """A name for the sample index: changes with everything that it depends on, the data files included."""
     files = sorted({prefix + ".idx" for source in sources.values() for prefix in source.prefixes})
@@ -253,7 +266,7 @@ def _index_key(
 
 
 def _build(
-    options: DataOptions, tokenizer: Any, sequence_length: int, seed: int, sizes: list[int | None], cache: Path
+    options: DataOptions, tokenizer: Any, sequence_length: int, seed: int, sizes: list[int], cache: Path
 ) -> list[Any]:
     paths = [options.train_data_path, options.valid_data_path, options.test_data_path]
     config = GPTDatasetConfig(
@@ -303,10 +316,11 @@ def _publish_index(build: Any, root: Path, final: Path) -> None:
         shutil.rmtree(leftover, ignore_errors=True)
     staging = Path(tempfile.mkdtemp(prefix=f"{final.name}.building-", dir=root))
     os.chmod(staging, 0o755)
-    build(staging)
     try:
+        build(staging)
         os.rename(staging, final)
     except OSError:
         if not final.is_dir():
             raise
+    finally:
         shutil.rmtree(staging, ignore_errors=True)

@@ -131,7 +131,7 @@ class Mpu:
     get_tensor_model_parallel_world_size = staticmethod(parallel_state.get_tensor_model_parallel_world_size)
 
 
-def initialize_distributed(ranks: Ranks, tensor_parallel_size: int, timeout_minutes: int) -> dist.ProcessGroup:
+def initialize_distributed(ranks: Ranks, tensor_parallel_size: int, timeout_minutes: float) -> dist.ProcessGroup:
     """Meet the other ranks and set up Megatron's groups.
 
     Returns:
@@ -149,7 +149,7 @@ def initialize_distributed(ranks: Ranks, tensor_parallel_size: int, timeout_minu
     except (RuntimeError, ValueError) as error:
         raise RuntimeError(
             f"rank {ranks.rank} of {ranks.world_size} could not meet the others at {os.environ['MASTER_ADDR']}:"
-            f"{os.environ['MASTER_PORT']} within {timeout_minutes} minutes: {error}"
+            f"{os.environ['MASTER_PORT']} within {timeout_minutes:g} minutes: {error}"
         ) from error
     if dist.get_world_size() != ranks.world_size:
         raise RuntimeError(f"expected {ranks.world_size} ranks, but {dist.get_world_size()} are there")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch.distributed as dist
 
@@ -57,4 +58,6 @@ def report_start(plan: Plan, run: Run, threads: str) -> None:
             print(f" NOTICE: {notice}")
     elif arguments.checkpoint.load is not None:
         print(f" NOTICE: no checkpoint in {arguments.checkpoint.load} yet; training starts fresh")
+    elif arguments.checkpoint.save is not None and (Path(arguments.checkpoint.save) / "latest").is_file():
+        print(f" NOTICE: {arguments.checkpoint.save} holds the checkpoint of a run before; the first save replaces it")
     print(f" training from iteration {run.state.iteration} to {arguments.train_iters}", flush=True)

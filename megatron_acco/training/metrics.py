@@ -18,8 +18,6 @@ import torch.distributed as dist
 import megatron_acco
 from megatron_acco.training.checkpoint import TrainState
 from megatron_acco.training.options import option
-from megatron_acco.zero.report import RoundReport
-from megatron_acco.zero.schedule import RoundKind
 
 
 @dataclass(frozen=True)
@@ -140,8 +138,8 @@ class TrainingLog:
         self._loss = torch.zeros(2, device=engine.device, dtype=torch.float32)
         self._iterations = 0
         self._skipped = engine.skipped_steps
-        self._rounds: list[RoundReport] = []
-        self._commits: dict[int, RoundReport] = {}
+        self._rounds: list[megatron_acco.RoundReport] = []
+        self._commits: dict[int, megatron_acco.RoundReport] = {}
         self._pending: _Pending | None = None
 
     def add_loss(self, loss: torch.Tensor) -> None:
@@ -195,7 +193,7 @@ class TrainingLog:
         for report in megatron_acco.round_reports(self.engine):
             if of_training:
                 self._rounds.append(report)
-            if report.kind is RoundKind.COMMIT:
+            if report.kind == "commit":
                 self._commits[report.update] = report
 
     def _start_record(self, state: TrainState, learning_rate: float) -> None:

@@ -137,7 +137,7 @@ class AccoEngine(DeepSpeedEngine):
     def real_parameters(self) -> ContextManager[None]:
         """Context manager: drains what is in flight, shows theta_t in the module, then puts theta~_t back.
 
-        Collective over the data-parallel ranks. Changes made to the parameters inside are lost.
+        Collective over the data-parallel ranks in mode wp. Changes made to the parameters inside are lost.
         """
         context: ContextManager[None] = self.optimizer.real_parameters()
         return context

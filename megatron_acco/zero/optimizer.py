@@ -193,14 +193,20 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
 
     @contextmanager
     def real_parameters(self) -> Iterator[None]:
-        """Show theta_t in the module (draining what is in flight), then put back what compute was shown."""
+        """Show theta_t in the module (draining what is in flight), then put back what compute was shown.
+
+        Theta is there already as the result of the last commit, except in mode wp, which gathers it (collective).
+        """
         self.drain()
         if self._shows_real or self._stash is not None:
             yield
             return
         self._stash = [flat.clone() for flat in self.bit16_groups_flat]
         try:
-            self._in_lane("the gathering of theta", lambda: self._rounds.gather_masters(self.bit16_groups_flat))
+            if self._pending is not None and self._pending.shows_real_parameters:
+                self._copy(self._buffers.gathered_weights(), self.bit16_groups_flat)
+            else:
+                self._in_lane("the gathering of theta", lambda: self._rounds.gather_masters(self.bit16_groups_flat))
             yield
         finally:
             self._copy(self._stash, self.bit16_groups_flat)

@@ -92,7 +92,6 @@ MUST_BE_ACTIVE = {
     "bf16_fp32_sums": {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
     "sgd": {},
     "overlap_comm": {"zero": {"overlap_comm": True, "contiguous_gradients": False}},
-    "round_robin": {"zero": {"round_robin_gradients": True}},
 }
 
 
@@ -113,6 +112,7 @@ MUST_BE_REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "stage3": ({"zero_optimization": {"stage": 3}}, "stage"),
     "no_zero": ({"zero_optimization": None}, "stage"),
     "offload": ({"zero_optimization": {"stage": 1, "offload_optimizer": {"device": "cpu"}}}, "offload"),
+    "round_robin": ({"zero_optimization": {"stage": 1, "round_robin_gradients": True}}, "round_robin_gradients"),
     "gas1": ({"gradient_accumulation_steps": 1}, "gradient_accumulation_steps"),
     "typo": ({"acco": {"mod": "acco"}}, "mode"),
     "mode": ({"acco": {"mode": "aco"}}, "acco"),

@@ -154,6 +154,29 @@ def test_B12_no_micro_batch_anywhere_is_no_step(ranks) -> None:
         assert error(round_.masters, start) == 0.0 and error(round_.shown, start) == 0.0
 
 
+def own_accumulation_steps(gas_by_rank: tuple[int, ...]) -> Any:
+    """Job: the JSON of each rank says another number of micro-batches."""
+    model = Net()
+    config = json_config("acco", gas=gas_by_rank[torch.distributed.get_rank()], clip=0.5)
+    try:
+        with engine_for(model, config, client_optimizer("torch_adamw", parameter_groups(model))) as (engine, zero):
+            return run_updates(engine, zero, range(3), ragged_batch)
+    except ValueError as refused:
+        return str(refused)
+
+
+def test_B12_accumulation_steps_that_differ_between_ranks_are_never_averaged_wrongly(ranks) -> None:
+    answers = ranks(2).run(own_accumulation_steps, (6, 2))
+    if all(isinstance(answer, str) for answer in answers):
+        assert all("gradient_accumulation_steps" in answer for answer in answers)
+        return
+    halves = [(3, 3), (1, 1)]
+    check_commits(
+        assemble(answers),
+        oracle_for(Run("acco", clip=0.5), 2, counts=lambda t, rank: halves[rank], data=ragged_batch),
+    )
+
+
 @pytest.mark.parametrize(("clip", "length"), [(1.0, 1.0), (None, 1.0), (0.0, 10.0), (1e9, 10.0), (4.0, 4.0)])
 @pytest.mark.parametrize("ranks_", [1, 2])
 def test_B13_clipping_factor(ranks, ranks_: int, clip: float | None, length: float) -> None:

@@ -1,4 +1,4 @@
-"""A failure in the lane is a failure of the run: on its own rank with the original traceback, elsewhere without a hang."""
+"""A failure in the lane fails the run: on its own rank with the original traceback, elsewhere without a hang."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_destroy_ends_the_lane(ranks) -> None:
 
 def test_harness_reports_hangs_and_errors(doomed: RankPool) -> None:
     """The harness itself: a rank that hangs is a failure that names it."""
-    with pytest.raises(RankFailure, match="no answer within 1.0 s") as failure:
+    with pytest.raises(RankFailure, match=r"no answer within 1\.0 s") as failure:
         doomed.run(hang_on_rank_1, timeout=1.0)
     assert list(failure.value.errors) == [1]
     assert all(doomed.run(train, Run("sync", updates=1))), "a new pool after a failure"

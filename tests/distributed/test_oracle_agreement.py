@@ -1,8 +1,8 @@
 """Every round of every mode agrees with the float64 oracle: masters, moments, estimate, commit, norms, counts.
 
-Tolerance: max|a - b| / max|b| per tensor below 1e-5 in fp32. Element by element 1e-5 is not attainable in general
-(an element whose gradient is near zero by cancellation has a relative error of its own scale), so elements are held
-to 1e-5 of their tensor's largest.
+Required is max|a - b| / max|b| per tensor below 1e-5 in fp32; found is 3e-7, so 2e-6 is asserted. Element by element
+1e-5 is not attainable in general: an element that is near zero by cancellation has a large error relative to itself
+(found: up to 6e-5, in moments).
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import pytest
 
 from tests.distributed.training import Run, assemble, error, oracle_for, train
 
-TOLERANCE = 1e-5
+TOLERANCE = 2e-6
 
 # Every optimizer in every mode; clipping, ranks, uneven halves and warm-up spread over them.
 RUNS = [
@@ -85,7 +85,7 @@ def check_against_oracle(run: Run, ranks: int, rounds: list, first_half: int | N
             assert error(estimate.masters, theta_before) < TOLERANCE, f"the estimate of update {t} moved theta"
             if state_before:
                 check_moments(estimate.state, state_before)
-            assert estimate.grad_norm == pytest.approx(want.estimate_norm, rel=1e-5)
+            assert estimate.grad_norm == pytest.approx(want.estimate_norm, rel=TOLERANCE)
         commit = rounds.pop(0)
         assert (commit.kind, commit.update) == ("commit", t)
         assert error(commit.masters, want.theta) < TOLERANCE, f"theta after update {t}"
@@ -94,7 +94,7 @@ def check_against_oracle(run: Run, ranks: int, rounds: list, first_half: int | N
         if run.mode is not None:
             assert commit.micro_batches == want.micro_batches == ranks * run.gas
         if run.mode is not None or run.clip:
-            assert commit.grad_norm == pytest.approx(want.commit_norm, rel=1e-5)
+            assert commit.grad_norm == pytest.approx(want.commit_norm, rel=TOLERANCE)
     assert not rounds
     # The run must have gone somewhere, or the comparison shows nothing.
     start = oracle_for(run, ranks).theta

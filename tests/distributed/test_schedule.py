@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 import numpy as np
@@ -10,20 +11,25 @@ import pytest
 import torch
 from torch import nn
 
+from tests.distributed.test_determinism import assert_same_bits
 from tests.distributed.training import (
     Net,
     Round,
     Run,
     assemble,
     batch,
+    check_commits,
     client_optimizer,
     drain,
+    error,
     json_config,
     layout,
+    one_update,
     oracle_for,
     oracle_of,
     parameter_groups,
     record_rounds,
+    running,
     start,
     train_model,
 )
@@ -121,11 +127,34 @@ def test_B27_scheduler_that_counts_samples(ranks) -> None:
     results = ranks(2).run(megatron_style, run)
     rounds = assemble([r[1:] for r in results])
     assert results[0][0] == [4 * 4 * 2] * 6
-    oracle = oracle_for(run, 2, lr_factor=lambda applied: 0.9**applied)
-    from tests.distributed.training import check_commits
-
-    check_commits(rounds, oracle)
+    check_commits(rounds, oracle_for(run, 2, lr_factor=lambda applied: 0.9**applied))
     assert [r.lr for r in rounds if r.kind == "commit"] == pytest.approx([1e-2 * 0.9**n for n in range(6)])
+
+
+def rate_moved_by_hand(run: Run, slow: bool) -> tuple[list[Round], Any]:
+    """Job: the caller changes rate and decay right after step(), while the commit is in flight."""
+    with running(run) as (engine, zero):
+        if slow:
+            zero.lane.before_round = lambda label: time.sleep(0.15)
+        rounds = record_rounds(zero)
+        for update in range(run.updates):
+            one_update(engine, update)
+            for group in zero.optimizer.param_groups:
+                group["lr"] *= 0.5
+        drain(engine)
+        return rounds, layout(engine, zero)
+
+
+@pytest.mark.parametrize(("mode", "optimizer"), [("acco", "ds_adamw"), ("acco", "lion"), ("dpu", "torch_adamw")])
+def test_B27_rate_in_flight_is_the_one_at_launch(ranks, mode: str, optimizer: str) -> None:
+    run = Run(mode, optimizer, updates=4)
+    quick, slow = (assemble(ranks(2).run(rate_moved_by_hand, run, slow)) for slow in (False, True))
+    assert_same_bits(quick, slow)
+    commits = [r for r in slow if r.kind == "commit"]
+    assert [r.lr for r in commits] == [1e-2 * 0.5**t for t in range(4)]
+    oracle = oracle_for(run, 2, lr_factor=lambda applied: 0.5**applied)
+    for commit in commits:
+        assert error(commit.masters, oracle.updates(1)[0].theta) < 5e-6
 
 
 class Quadratic(nn.Module):
@@ -142,7 +171,7 @@ class Quadratic(nn.Module):
 def points(update: int, rank: int, micro: int, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor]:
     """Different in every micro-batch, mean near 1."""
     generator = torch.Generator().manual_seed(31 * update + 7 * rank + micro)
-    return (1.0 + 0.1 * torch.randn(4, 3, generator=generator).to(dtype),)
+    return ((1.0 + 0.1 * torch.randn(4, 3, generator=generator)).to(dtype),)
 
 
 def toy_sgd(model: nn.Module) -> torch.optim.Optimizer:

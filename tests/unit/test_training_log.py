@@ -1,0 +1,144 @@
+"""metrics.jsonl over restarts, the log line, the clock, the vote on stopping, and the folder lock.
+
+Covers CASES B45 (two jobs on one folder) and the resumed log.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch.distributed as dist
+
+from megatron_acco.training import metrics
+from megatron_acco.training.checkpoint import _write_latest, lock_folder, random_state, set_random_state
+from megatron_acco.training.control import Stop, StopVote
+from megatron_acco.training.metrics import IterationRecord, MetricsFile, Stopwatch
+
+
+def lines(path: Path) -> list[dict[str, object]]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_resumed_metrics_drop_what_will_be_made_again(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "metrics.jsonl"
+    first = MetricsFile(path, None)
+    for iteration in range(1, 6):
+        first.append("train", {"iteration": iteration})
+    first.close()
+    with open(path, "a") as file:
+        file.write('{"kind": "train", "itera')  # cut off by a crash
+    second = MetricsFile(path, 3)
+    second.append("train", {"iteration": 4})
+    second.close()
+    assert [record["iteration"] for record in lines(path)] == [1, 2, 3, 4]
+
+
+def test_a_fresh_run_keeps_the_metrics_of_the_one_before(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for iteration in (1, 2, 3):
+        file = MetricsFile(path, None)
+        file.append("train", {"iteration": iteration})
+        file.close()
+    assert [lines(tmp_path / f"metrics.jsonl{end}")[0]["iteration"] for end in ("", ".1", ".2")] == [3, 1, 2]
+
+
+def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
+    file = MetricsFile(tmp_path / "m", None)
+    file.append("train", {"lm_loss": float("nan"), "grad_norm": float("inf"), "iteration": 1})
+    file.close()
+    assert lines(tmp_path / "m") == [{"kind": "train", "lm_loss": None, "grad_norm": None, "iteration": 1}]
+
+
+def test_the_line_leaves_out_the_lane_where_no_round_ran() -> None:
+    record = IterationRecord(3, 24, 768, 1.0, 250.0, 1e-3, 8, lm_loss=4.5, grad_norm=1.25, tokens_per_second=1024.0)
+    line = record.line(20)
+    assert "lm loss: 4.500000E+00 | grad norm: 1.250" in line and "hidden" not in line
+    record.communication_ms_per_round, record.communication_hidden_percent = 12.0, 98.75
+    assert "exposed wait per round (ms): n/a | communication hidden (%): 98.8" in record.line(20)
+
+
+def test_the_clock_leaves_pauses_out_and_goes_on_after_a_restart(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+    clock = Stopwatch(100.0)
+    for action, seconds in ((clock.resume, 2.0), (clock.pause, 30.0), (clock.resume, 5.0)):
+        action()
+        now[0] += seconds
+    assert clock.lap() == 7.0 and clock.seconds() == 107.0
+    now[0] += 1.0
+    assert clock.lap() == 1.0 and clock.seconds() == 108.0
+
+
+@pytest.fixture
+def control() -> Iterator[dist.ProcessGroup]:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    group = dist.group.WORLD
+    assert group is not None
+    yield group
+    dist.destroy_process_group()
+
+
+def test_a_signal_is_acted_on_one_update_later_and_handlers_are_put_back(control: dist.ProcessGroup) -> None:
+    before = signal.getsignal(signal.SIGTERM)
+    vote = StopVote(control, None)
+    with vote.listening():
+        assert vote.exchange() is Stop.NO
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)  # the launcher may send it twice
+        assert vote.exchange() is Stop.NO
+        assert vote.exchange() is Stop.SIGNAL
+        assert vote.finish() is Stop.SIGNAL and vote.finish() is Stop.NO
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_a_second_interrupt_stops_at_once(control: dist.ProcessGroup) -> None:
+    vote = StopVote(control, None)
+    with vote.listening():
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(0.1)
+
+
+def test_time_that_is_up_stops(control: dist.ProcessGroup) -> None:
+    vote = StopVote(control, 1e-6)
+    time.sleep(0.01)
+    assert (vote.exchange(), vote.exchange(), vote.finish()) == (Stop.NO, Stop.DURATION, Stop.DURATION)
+
+
+def test_two_jobs_cannot_write_to_one_folder(tmp_path: Path) -> None:
+    lock = lock_folder(tmp_path / "run")
+    with pytest.raises(ValueError, match="another job is writing to"):
+        lock_folder(tmp_path / "run")
+    lock.close()
+    lock_folder(tmp_path / "run").close()
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ValueError, match="cannot write to"):
+        lock_folder(tmp_path / "file" / "run")
+
+
+def test_latest_is_replaced_in_one_step(tmp_path: Path) -> None:
+    _write_latest(tmp_path, "global_step1")
+    _write_latest(tmp_path, "global_step2")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("latest", "global_step2")]
+
+
+def test_random_generators_go_on_where_they_were() -> None:
+    import random
+
+    import numpy
+    import torch
+
+    state = random_state()
+    drawn = [(random.random(), numpy.random.rand(), torch.rand(()).item()) for _ in range(2)]
+    set_random_state(state)
+    assert [(random.random(), numpy.random.rand(), torch.rand(()).item()) for _ in range(2)] == drawn
