@@ -25,6 +25,7 @@ from deepspeed.utils import logger
 from megatron.core import parallel_state
 
 import megatron_acco
+from megatron_acco.shared_memory import release_shared_memory
 from megatron_acco.training.model import ModelOptions, build_model
 
 VOCABULARY = 4096
@@ -35,6 +36,7 @@ def main() -> None:
     args = parse_arguments()
     logger.setLevel(logging.WARNING)
     deepspeed.init_distributed()
+    release_shared_memory()
     parallel_state.initialize_model_parallel()
     engines = {method: build_engine(method, args) for method in args.methods}
     rates: dict[str, list[float]] = {method: [] for method in args.methods}

@@ -217,6 +217,8 @@ class Checkpointer:
         path, client_state = self.engine.load_checkpoint(str(found.folder), tag=found.tag)
         if path is None:
             raise RuntimeError(f"DeepSpeed could not load {found.folder / found.tag}")
+        # The optimizer's state brings the rates of the save; with another schedule they would stand for one update.
+        self.engine.lr_scheduler.step(0)
         self.loaded_generators = client_state[_STATE]["generators"][dist.get_rank()]
         state = TrainState(**client_state[_STATE]["state"])
         if self.options.save is not None and found.folder.resolve() == Path(self.options.save).resolve():

@@ -19,6 +19,8 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from megatron.core import parallel_state, tensor_parallel
 
+from megatron_acco.shared_memory import release_shared_memory
+
 EXIT_DONE = 0
 """Training reached its end, --exit-interval or --exit-duration-in-mins."""
 EXIT_FAILED = 1
@@ -146,11 +148,12 @@ def initialize_distributed(ranks: Ranks, tensor_parallel_size: int, timeout_minu
         accelerator.set_device(ranks.local_rank)
     try:
         deepspeed.init_distributed(timeout=timeout, verbose=False)
-    except (RuntimeError, ValueError) as error:
+    except dist.DistError as error:
         raise RuntimeError(
             f"rank {ranks.rank} of {ranks.world_size} could not meet the others at {os.environ['MASTER_ADDR']}:"
             f"{os.environ['MASTER_PORT']} within {timeout_minutes:g} minutes: {error}"
         ) from error
+    release_shared_memory()
     if dist.get_world_size() != ranks.world_size:
         raise RuntimeError(f"expected {ranks.world_size} ranks, but {dist.get_world_size()} are there")
     parallel_state.initialize_model_parallel(

@@ -138,7 +138,7 @@ class TrainingLog:
         self._loss = torch.zeros(2, device=engine.device, dtype=torch.float32)
         self._iterations = 0
         self._skipped = engine.skipped_steps
-        self._rounds: list[megatron_acco.RoundReport] = []
+        self._rounds: list[_Round] = []
         self._commits: dict[int, megatron_acco.RoundReport] = {}
         self._pending: _Pending | None = None
 
@@ -165,7 +165,7 @@ class TrainingLog:
             self._collect()
             megatron_acco.drain(self.engine)
             # An evaluation or a save waits for the round in flight; that says nothing about what compute hides.
-            self._collect(of_training=False)
+            self._collect(drained=True)
             self._finish_pending()
 
     def evaluation(self, kind: str, state: TrainState, loss: float, seconds: float) -> None:
@@ -189,10 +189,9 @@ class TrainingLog:
         }
         self._write(kind, values, ("lm_loss", "perplexity"))
 
-    def _collect(self, of_training: bool = True) -> None:
+    def _collect(self, drained: bool = False) -> None:
         for report in megatron_acco.round_reports(self.engine):
-            if of_training:
-                self._rounds.append(report)
+            self._rounds.append(_Round(report, drained))
             if report.kind == "commit":
                 self._commits[report.update] = report
 
@@ -243,14 +242,18 @@ class TrainingLog:
         if isinstance(self.engine, megatron_acco.AccoEngine):
             settled = [update for update in self._commits if update < record.iteration]
             record.skipped_iterations = sum(not self._commits.pop(update).applied for update in settled)
-        if self._rounds:
-            count = len(self._rounds)
-            record.communication_ms_per_round = 1000.0 * sum(r.communication_seconds for r in self._rounds) / count
-            record.exposed_wait_ms_per_round = 1000.0 * sum(r.wait_seconds for r in self._rounds) / count
-            lane = sum(r.seconds for r in self._rounds)
-            covered = sum(r.hidden_share * r.seconds for r in self._rounds)
+        rounds = [r for r in self._rounds if r.report.update < record.iteration]
+        self._rounds = [r for r in self._rounds if r.report.update >= record.iteration]
+        if rounds:
+            seconds = sum(r.report.communication_seconds for r in rounds)
+            record.communication_ms_per_round = 1000.0 * seconds / len(rounds)
+        undisturbed = [r.report for r in rounds if not r.drained]
+        if undisturbed:
+            lane = sum(report.seconds for report in undisturbed)
+            covered = sum(report.hidden_share * report.seconds for report in undisturbed)
+            wait = sum(report.wait_seconds for report in undisturbed)
+            record.exposed_wait_ms_per_round = 1000.0 * wait / len(undisturbed)
             record.communication_hidden_percent = 100.0 * covered / lane if lane > 0.0 else None
-            self._rounds = []
 
     def _write(self, kind: str, values: Mapping[str, Any], logged: tuple[str, ...]) -> None:
         if self.metrics is not None:
@@ -259,6 +262,14 @@ class TrainingLog:
         events = [(f"{kind}/{name}", values[name], samples) for name in logged if values.get(name) is not None]
         if self.engine.monitor.enabled:
             self.engine.monitor.write_events(events)
+
+
+@dataclass(frozen=True)
+class _Round:
+    """A finished round. `drained`: waited for on behalf of an evaluation or a save, not by training."""
+
+    report: megatron_acco.RoundReport
+    drained: bool
 
 
 @dataclass

@@ -75,7 +75,13 @@ def make_plan(argv: Sequence[str] | None, ranks: Ranks) -> Plan:
     identity = Identity(
         model={**dataclasses.asdict(arguments.model), "padded_vocab_size": padded},
         schedule=describe_schedule(schedule),
-        order={"seq_length": training.seq_length, "seed": training.seed, "sample_index": datasets.key},
+        order={
+            "seq_length": training.seq_length,
+            "seed": training.seed,
+            "data": {**dataclasses.asdict(arguments.data), "data_cache_path": None, "num_workers": None},
+            "train_samples": arguments.train_iters * batch,
+            "sample_index": datasets.key,
+        },
         ranks=dp_world_size,
         arguments=arguments.as_dict(),
     )

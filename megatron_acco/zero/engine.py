@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from collections.abc import Mapping
 from contextlib import AbstractContextManager as ContextManager
@@ -11,6 +12,7 @@ from typing import Any
 
 import deepspeed
 import torch
+import torch.distributed as dist
 from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups, log_dist
@@ -47,6 +49,7 @@ class AccoEngine(DeepSpeedEngine):
                 f"give an optimizer in the JSON or to initialize(), and ZeRO stage 1"
             )
         self.optimizer.on_commit = self._commit_settled
+        self._check_same_on_all_ranks()
         log_dist(
             f"ACCO is active: mode {config.mode.value}, optimizer {type(self.optimizer.optimizer).__name__}, "
             f"{self.gradient_accumulation_steps()} micro-batches per rank and update",
@@ -65,6 +68,22 @@ class AccoEngine(DeepSpeedEngine):
         for name, size in sizes.items():
             if size > 1:
                 raise ValueError(f'acco supports {name} size 1 in this release, got {size}; remove the "acco" section')
+
+    def _check_same_on_all_ranks(self) -> None:
+        """Ranks that split or scale their updates differently would be averaged wrongly without any error."""
+        mine = {"gradient_accumulation_steps": self.gradient_accumulation_steps()}
+        mine |= {f"acco.{key}": value for key, value in dataclasses.asdict(self.acco).items()}
+        others: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(others, mine)
+        for key, value in mine.items():
+            values = [other[key] for other in others]
+            if any(other != value for other in values):
+                raise ValueError(f'"{key}" must be the same on all ranks; by rank it is {values}')
+
+    def get_data_types(self) -> tuple[torch.dtype, torch.dtype]:
+        """As the base, but gradients are summed in fp32 unless `data_types.grad_accum_dtype` says otherwise."""
+        model, gradients = super().get_data_types()
+        return model, torch.float32 if self._config.grad_accum_dtype is None else gradients
 
     def _configure_optimizer(self, client_optimizer: Any, model_parameters: Any) -> None:
         """As the base, without parameters of zero elements: they have no fragment in any partition."""
@@ -168,8 +187,15 @@ class AccoEngine(DeepSpeedEngine):
         """
         self.optimizer.abandon()
         result = super().load_checkpoint(*args, **kwargs)
+        # DeepSpeed keeps the micro-batches of an update that was begun before the load.
+        self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
         self.optimizer.restore(self.global_steps)
         return result
+
+    def save_16bit_model(self, *args: Any, **kwargs: Any) -> Any:
+        """As the base, of theta_t. Collective in mode wp."""
+        with self.real_parameters():
+            return super().save_16bit_model(*args, **kwargs)
 
 
 def _without_empty(parameters: Any) -> Any:

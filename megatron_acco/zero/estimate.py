@@ -39,6 +39,7 @@ class BaseOptimizer:
 
     def step(self, index: int, hyper: Hyper, grad: Tensor) -> None:
         """(theta, S) <- Opt(theta, S, grad) for group `index`; `grad` [partition] fp32 may be overwritten."""
+        self._forget_running_products(index, hyper)
         group = self._run(index, hyper, grad)
         # What the optimizer itself keeps in its groups (a step count, say) belongs to its state.
         changed = {key: value for key, value in group.items() if key not in hyper or not _equal(value, hyper[key])}
@@ -70,18 +71,35 @@ class BaseOptimizer:
         return self._optimizer.param_groups[index]["params"][0]
 
     def _run(self, index: int, hyper: Hyper, grad: Tensor) -> Hyper:
-        param = self._param(index)
-        group = {**copy.deepcopy(hyper), "params": [param]}
+        return self._step_alone(self._param(index), {**copy.deepcopy(hyper)}, grad)
+
+    def _step_alone(self, param: Tensor, group: Hyper, grad: Tensor) -> Hyper:
+        """The optimizer's own step() on one parameter under the options `group`, which it may change; returns them."""
         twin = self._twin
         twin.__dict__.update(_instance_state(self._optimizer))
-        twin.param_groups = [group]
+        twin.param_groups = [{**group, "params": [param]}]
         param.grad = grad
         try:
             twin.step()
         finally:
             param.grad = None
-        del group["params"]
-        return group
+        return {key: value for key, value in twin.param_groups[0].items() if key != "params"}
+
+    def _forget_running_products(self, index: int, hyper: Hyper) -> None:
+        """Make DeepSpeed's Adam kernels on the CPU compute beta^t afresh, so that a resumed run is the same run.
+
+        They keep beta^t as a running product while steps come in a row and take the power after a jump, which
+        differs in the last bit. A step of a throw-away element, two steps ahead, is such a jump.
+        """
+        param = self._param(index)
+        state = self._optimizer.state.get(param)
+        if not state or param.device.type != "cpu" or type(self._optimizer) not in (FusedAdam, DeepSpeedCPUAdam):
+            return
+        throw_away = torch.zeros(1, requires_grad=True)
+        zeros = {"exp_avg": torch.zeros(1), "exp_avg_sq": torch.zeros(1)}
+        self._optimizer.state[throw_away] = {"step": int(state["step"]) + 1, **zeros}
+        self._step_alone(throw_away, {**hyper, "lr": 0.0}, torch.zeros(1))
+        del self._optimizer.state[throw_away]
 
 
 def adam_weight_decay_mode(optimizer: torch.optim.Optimizer) -> Callable[[Hyper], bool | None] | None:

@@ -42,6 +42,11 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         """Positional and keyword arguments are DeepSpeed's, passed through untouched; `acco` is ours."""
         super().__init__(*args, **kwargs)
         assert not self.partition_gradients and not self.cpu_offload, "checked by the engine before this point"
+        if len(self.optimizer.param_groups) != len(self.bit16_groups):
+            raise ValueError(
+                f"DeepSpeed's ZeRO rebuilds {type(self.optimizer).__name__} with one parameter group, but there are "
+                f"{len(self.bit16_groups)}; use one group, or AdamW"
+            )
         self.acco = acco
         self.on_commit: Callable[[RoundReport], None] = lambda report: None
         self.update = 0

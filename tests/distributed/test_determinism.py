@@ -16,16 +16,15 @@ import numpy as np
 import pytest
 import torch
 
+from tests.distributed.reference import error, oracle_for
 from tests.distributed.training import (
     Round,
     Run,
     assemble,
     batch,
-    error,
     named,
     numpy,
     one_update,
-    oracle_for,
     record_rounds,
     running,
     shards,

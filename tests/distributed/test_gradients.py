@@ -12,20 +12,18 @@ import pytest
 import torch
 from torch import nn
 
+from tests.distributed.reference import check_commits, error, oracle_for
 from tests.distributed.training import (
     Net,
     Round,
     Run,
     assemble,
     batch,
-    check_commits,
     client_optimizer,
     engine_for,
-    error,
     json_config,
     layout,
     numpy,
-    oracle_for,
     parameter_groups,
     record_rounds,
     run_updates,

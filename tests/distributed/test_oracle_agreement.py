@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import pytest
 
-from tests.distributed.training import Run, assemble, error, oracle_for, train
+from tests.distributed.reference import error, oracle_for
+from tests.distributed.training import Run, assemble, train
 
 TOLERANCE = 2e-6
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from tests.distributed import models
+from tests.distributed.reference import check_commits, error, oracle_of
 from tests.distributed.test_determinism import assert_same_bits
 from tests.distributed.training import (
     BETAS,
@@ -20,11 +21,8 @@ from tests.distributed.training import (
     Round,
     assemble,
     batch,
-    check_commits,
-    error,
     json_config,
     numpy,
-    oracle_of,
     run_updates,
     start,
     train_model,

@@ -12,6 +12,7 @@ import torch
 
 from tests.distributed import models
 from tests.distributed.harness import RankPool
+from tests.distributed.reference import error
 from tests.distributed.test_determinism import assert_same_bits
 from tests.distributed.test_parameters import one_group
 from tests.distributed.training import (
@@ -22,7 +23,6 @@ from tests.distributed.training import (
     assemble,
     batch,
     client_optimizer,
-    error,
     json_config,
     layout,
     named,

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import nn
 
+from tests.distributed.reference import check_commits, error, oracle_for, oracle_of
 from tests.distributed.test_determinism import assert_same_bits
 from tests.distributed.training import (
     Net,
@@ -18,15 +19,11 @@ from tests.distributed.training import (
     Run,
     assemble,
     batch,
-    check_commits,
     client_optimizer,
     drain,
-    error,
     json_config,
     layout,
     one_update,
-    oracle_for,
-    oracle_of,
     parameter_groups,
     record_rounds,
     running,

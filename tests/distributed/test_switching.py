@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.distributed.reference import error, oracle_for
 from tests.distributed.test_determinism import assert_same_bits
 from tests.distributed.training import (
     Net,
@@ -17,12 +18,10 @@ from tests.distributed.training import (
     assemble,
     batch,
     client_optimizer,
-    error,
     layout,
     named,
     numpy,
     one_update,
-    oracle_for,
     parameter_groups,
     record_rounds,
     run_updates,

@@ -6,7 +6,8 @@ import dataclasses
 
 import pytest
 
-from tests.distributed.training import Run, assemble, error, train
+from tests.distributed.reference import error
+from tests.distributed.training import Run, assemble, train
 
 RUNS = [
     (1, Run("sync", "ds_adamw", clip=0.5)),

@@ -6,6 +6,7 @@ samples), B24 and B61 (log figures), the save on SIGTERM, and bad input: one mes
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -25,7 +26,7 @@ import pytest
 import torch
 
 ROOT = Path(__file__).parents[2]
-TIME_LIMIT = 120.0
+TIME_LIMIT = 240.0
 METHODS = {"zero1": None, "acco": {"mode": "acco"}, "dpu": {"mode": "dpu"}, "wp": {"mode": "wp"}}
 
 
@@ -96,16 +97,22 @@ def environment() -> dict[str, str]:
 
 def run(words: list[str]) -> tuple[int, str]:
     """Exit code and output of a launch that is expected to end by itself."""
-    result = subprocess.run(
+    process = subprocess.Popen(
         words,
         cwd=ROOT,
         env=environment(),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=TIME_LIMIT,
+        start_new_session=True,
     )
-    return result.returncode, result.stdout
+    try:
+        output, _ = process.communicate(timeout=TIME_LIMIT)
+    except BaseException:
+        # The launcher's children are in its session; killing the launcher alone would leave them.
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    return process.returncode, output
 
 
 def succeed(words: list[str]) -> str:
@@ -165,7 +172,8 @@ def check_log(output: str, folder: Path, acco: bool) -> None:
     assert trained[-1]["lm_loss"] < trained[0]["lm_loss"] - 0.2
     for record in trained:
         assert record["grad_norm"] > 0.0 and record["tokens_per_second"] > 0.0
-        assert (record["communication_hidden_percent"] is not None) == acco
+        assert (record["communication_ms_per_round"] is not None) == acco
+    assert any(record["communication_hidden_percent"] is not None for record in trained) == acco
     line = next(line for line in output.splitlines() if re.match(r" iteration +20/ +20 ", line))
     for name in (
         "consumed samples:",
@@ -222,7 +230,7 @@ class Job:
         found = re.findall(r"process (\d+) spawned", self.log.read_text())
         return [psutil.Process(int(pid)) for pid in found]
 
-    def end(self, seconds: float = 60.0) -> int:
+    def end(self, seconds: float = TIME_LIMIT) -> int:
         code = self.process.wait(timeout=seconds)
         with open(self.log) as file:
             assert "Traceback" not in file.read() or code != 0
@@ -239,9 +247,8 @@ def jobs(tmp_path: Path) -> Iterator[Any]:
 
     yield start
     for job in started:
-        for process in psutil.Process(job.process.pid).children(recursive=True) if job.process.poll() is None else []:
-            process.kill()
-        job.process.kill()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(job.process.pid, signal.SIGKILL)
         job.process.wait()
 
 
@@ -291,7 +298,7 @@ def test_too_few_processes_end_with_a_message(data: Path, tmp_path: Path) -> Non
         env={**environment(), **alone},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=TIME_LIMIT,
     )
     assert result.returncode == 1 and "rank 0 of 2 could not meet the others at 127.0.0.1" in result.stderr
 

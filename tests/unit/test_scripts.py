@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -112,6 +113,15 @@ def test_methods_differ_by_their_json_and_all_arguments_are_known(
         resolve_schedule(arguments.optimizer, updates * quickstart.GLOBAL_BATCH, quickstart.GLOBAL_BATCH)
 
 
+def test_the_shown_command_can_be_pasted(scripts: Any, tmp_path: Path) -> None:
+    quickstart = scripts("quickstart")
+    run = quickstart.RunFolder(tmp_path / "a folder with spaces")
+    command = quickstart.training_command("acco", 240, run, tmp_path / "corpus", 2, 1)
+    shown = quickstart._folded(command)
+    assert shlex.split(shown.replace("\\\n", " ")) == command
+    assert "--lr 0.002" in shown and "\n" in shown
+
+
 def test_progress_shows_every_record_once(scripts: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     progress = scripts("progress")
     path = tmp_path / "metrics.jsonl"
@@ -155,3 +165,19 @@ def test_a_run_with_another_corpus_is_not_continued(scripts: Any, tmp_path: Path
     quickstart._check_same_run(run, "one")
     with pytest.raises(quickstart.QuickstartError, match="another corpus or model"):
         quickstart._check_same_run(run, "two")
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no shared memory files")
+def test_only_the_shared_memory_of_this_launch_is_removed(scripts: Any) -> None:
+    quickstart = scripts("quickstart")
+    # Ports above 65535 belong to no launch.
+    names = [f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{port}_0" for port in (99991, 99992)]
+    mine, other = (Path("/dev/shm") / name for name in names)
+    try:
+        mine.write_bytes(b"x")
+        other.write_bytes(b"x")
+        quickstart._remove_shared_memory("99991")
+        assert not mine.exists() and other.exists()
+    finally:
+        mine.unlink(missing_ok=True)
+        other.unlink(missing_ok=True)
