@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from enum import IntEnum
 from typing import Any
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -34,6 +35,7 @@ class StopVote:
         self.deadline = None if duration_in_mins is None else time.monotonic() + 60.0 * duration_in_mins
         self.signalled = False
         self.interrupts = 0
+        self._launcher = _launcher_chain()
         self._vote: torch.Tensor | None = None
         self._work: Any = None
 
@@ -55,6 +57,10 @@ class StopVote:
         return verdict
 
     def _mine(self) -> Stop:
+        if not self.signalled and _launcher_chain() != self._launcher:
+            # DeepSpeed's single-node command dies of SIGTERM without passing it on: nobody is left to stop us.
+            os.write(2, b"the launcher is gone: finishing the update, then saving and leaving\n")
+            self.signalled = True
         if self.signalled:
             return Stop.SIGNAL
         late = self.deadline is not None and time.monotonic() >= self.deadline
@@ -79,3 +85,12 @@ class StopVote:
         finally:
             for number, handler in before.items():
                 signal.signal(number, handler)
+
+
+def _launcher_chain() -> tuple[int, int]:
+    """Process ids of the node's launcher, which is this process's parent, and of the command that started it."""
+    parent = os.getppid()
+    try:
+        return parent, psutil.Process(parent).ppid()
+    except psutil.Error:
+        return parent, 0

@@ -72,6 +72,8 @@ class ModelOptions:
                 f"--num-attention-heads {self.num_attention_heads} is not a multiple of --num-query-groups "
                 f"{self.num_query_groups}"
             )
+        if self.recompute_granularity is not None and not torch.cuda.is_available():
+            raise ValueError("--recompute-granularity needs CUDA: megatron-core's checkpointing keeps CUDA generators")
         for name in ("hidden_dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"--{name.replace('_', '-')} must be in [0, 1), got {getattr(self, name)}")

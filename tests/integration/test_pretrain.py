@@ -270,6 +270,20 @@ def test_sigterm_saves_at_an_update_boundary_and_the_run_goes_on_from_there(
 
 
 @pytest.mark.slow
+def test_sigterm_to_the_deepspeed_command_saves_and_leaves_no_orphan(data: Path, tmp_path: Path, jobs: Any) -> None:
+    """The single-node command dies of SIGTERM without passing it on."""
+    save = tmp_path / "run"
+    job = jobs(command(data, write_json(tmp_path, "acco"), "--save", str(save), "--train-iters", "5000"))
+    job.wait_for("iteration        3/")
+    ranks = job.ranks()
+    job.process.terminate()
+    _, alive = psutil.wait_procs(ranks, timeout=60)
+    assert not alive
+    iteration = int((save / "latest").read_text().removeprefix("global_step"))
+    assert iteration >= 3 and len(records(save)) == iteration
+
+
+@pytest.mark.slow
 def test_a_killed_rank_ends_the_job(data: Path, tmp_path: Path, jobs: Any) -> None:
     job = jobs(command(data, write_json(tmp_path, "acco"), "--train-iters", "5000"))
     job.wait_for("iteration        3/")
