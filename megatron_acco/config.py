@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import sys
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum, StrEnum
@@ -62,7 +63,9 @@ class AccoConfig:
     )
     warmup_updates: int = _option(
         0,
-        "Number of updates at the start of training made with `sync` rounds before `mode` takes over.",
+        "Number of updates at the start of training made with `sync` rounds before `mode` takes over. Early in "
+        "training curvature limits the learning rate of every overlapped mode below ZeRO-1's: cover the "
+        "learning-rate warm-up (docs/how-it-works.md).",
     )
 
     @classmethod
@@ -137,7 +140,7 @@ def _parse(path: str, default: Any, value: Any) -> Any:
     if isinstance(default, Enum):
         choices = [member.value for member in type(default)]
         if value not in choices:
-            hint = difflib.get_close_matches(str(value), choices, n=1)
+            hint = difflib.get_close_matches(value, choices, n=1) if isinstance(value, str) else []
             raise ValueError(
                 f'"{path}" must be one of {", ".join(choices)}, got {value!r}'
                 + (f'; did you mean "{hint[0]}"?' if hint else "")
@@ -151,6 +154,7 @@ def _parse(path: str, default: Any, value: Any) -> Any:
         if isinstance(value, bool) or not isinstance(value, int):
             raise ValueError(f'"{path}" must be a whole number, got {value!r}')
         return value
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+    # Compared, not converted: an integer of 400 digits is no float.
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
         raise ValueError(f'"{path}" must be a finite number, got {value!r}')
     return float(value)

@@ -148,7 +148,10 @@ def main(argv: Sequence[str]) -> int:
     children.raise_on_signals()
     run = RunFolder(args.out / args.method)
     try:
-        run.path.mkdir(parents=True, exist_ok=True)
+        try:
+            run.path.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise QuickstartError(f"cannot write to {args.out}: {error}") from error
         with _only_one_in(run):
             _all_steps(args, run)
     except QuickstartError as error:

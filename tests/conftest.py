@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -28,3 +29,13 @@ def ranks() -> Iterator[Callable]:
     yield get
     for pool in pools.values():
         pool.close()
+
+
+@pytest.fixture
+def doomed() -> Iterator[Any]:
+    """Two ranks of which one will fail (a RankPool)."""
+    from tests.distributed.harness import RankPool
+
+    pool = RankPool(2)
+    yield pool
+    pool.close()

@@ -16,7 +16,13 @@ from typing import Any
 
 from megatron_acco.config import acco_config
 from megatron_acco.ds_json.batch import describe_batch, drop_derivable, resolve_batch
-from megatron_acco.ds_json.check import check_deepspeed_accepts, check_keys, check_resolved, check_types
+from megatron_acco.ds_json.check import (
+    check_deepspeed_accepts,
+    check_keys,
+    check_monitor_packages,
+    check_resolved,
+    check_types,
+)
 from megatron_acco.ds_json.loading import load_json
 from megatron_acco.ds_json.optimizers import check_optimizer, check_scheduler, check_untested_optimizer
 from megatron_acco.ds_json.precision import check_device, check_precision
@@ -61,6 +67,7 @@ def validate(config: Mapping[str, Any], dp_world_size: int, tensor_parallel: int
     check_scheduler(config, stage)
     check_precision(config)
     check_device(config)
+    check_monitor_packages(config)
     resolved = resolve_batch(config, dp_world_size, tensor_parallel)
     check_acco_support(resolved)
     check_deepspeed_accepts(resolved)

@@ -6,6 +6,7 @@ import copy
 import difflib
 import math
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from typing import Any
 
 from pydantic import ValidationError
@@ -236,3 +237,23 @@ def check_deepspeed_accepts(config: Mapping[str, Any]) -> None:
             DeepSpeedConfig(probe)
     except (DeepSpeedConfigError, AssertionError, ValueError, TypeError, KeyError, AttributeError) as error:
         raise ValueError(f"DeepSpeed refuses the configuration: {one_line(error)}") from error
+
+
+# Section of the JSON: module that DeepSpeed imports for it, and how to get it.
+_MONITOR_PACKAGES = {
+    "tensorboard": ("tensorboard", "pip install 'megatron-acco[tensorboard]'"),
+    "wandb": ("wandb", "pip install wandb"),
+    "comet": ("comet_ml", "pip install comet_ml"),
+}
+
+
+def check_monitor_packages(config: Mapping[str, Any]) -> None:
+    """Refuse a monitor whose package is not installed, which DeepSpeed finds out after the model is built.
+
+    Raises:
+        ValueError: with the package to install.
+    """
+    for key, (package, how) in _MONITOR_PACKAGES.items():
+        section = config.get(key)
+        if isinstance(section, Mapping) and section.get("enabled") and find_spec(package) is None:
+            raise ValueError(f'"{key}.enabled" needs the package {package}, which is not installed: {how}')

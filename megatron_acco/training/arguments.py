@@ -49,6 +49,8 @@ class TrainingOptions:
         for name in ("eval_interval", "eval_iters", "seed"):
             if getattr(self, name) < 0:
                 raise ValueError(f"--{name.replace('_', '-')} must be 0 or more, got {getattr(self, name)}")
+        if self.seed >= 1 << 31:
+            raise ValueError(f"--seed must be below {1 << 31}, got {self.seed}")
         for name in ("exit_interval", "exit_duration_in_mins"):
             value = getattr(self, name)
             if value is not None and value <= 0:

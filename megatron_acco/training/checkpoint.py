@@ -10,6 +10,7 @@ import dataclasses
 import fcntl
 import os
 import random
+import zipfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,9 @@ class CheckpointOptions:
     save_interval: int | None = option(None, "Updates between checkpoints.")
 
     def __post_init__(self) -> None:
+        for name in ("save", "load"):
+            if getattr(self, name) == "":
+                raise ValueError(f"--{name} is empty; give a folder")
         if self.save_interval is not None and self.save_interval < 1:
             raise ValueError(f"--save-interval must be 1 or more, got {self.save_interval}")
         if self.save_interval is not None and self.save is None:
@@ -129,7 +133,10 @@ def find_checkpoint(options: CheckpointOptions, mine: Identity, override_schedul
         if options.save is not None and folder.resolve() == Path(options.save).resolve():
             return None
         raise ValueError(f"--load {folder}: no checkpoint there (no file {latest})")
-    tag = latest.read_text().strip()
+    try:
+        tag = latest.read_text().strip()
+    except (OSError, ValueError) as error:
+        raise ValueError(f"--load {folder}: {latest} cannot be read: {error}") from error
     model_file = folder / tag / "mp_rank_00_model_states.pt"
     if not tag or not model_file.is_file():
         raise ValueError(f"--load {folder}: {latest} names {tag!r}, but there is no file {model_file}")
@@ -144,8 +151,11 @@ def find_checkpoint(options: CheckpointOptions, mine: Identity, override_schedul
     for rank in range(saved.ranks):
         # DeepSpeed marks the files of bf16 runs.
         names = [f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for prefix in ("", "bf16_")]
-        if not any((folder / tag / name).is_file() for name in names):
+        shards = [folder / tag / name for name in names if (folder / tag / name).is_file()]
+        if not shards:
             raise ValueError(f"--load {folder}: {tag} is incomplete, it has no optimizer file of rank {rank}")
+        if not zipfile.is_zipfile(shards[0]):
+            raise ValueError(f"--load {folder}: {shards[0]} is damaged (cut off?)")
     return Found(folder, tag, _compare(saved, mine, f"{folder}/{tag}", override_schedule))
 
 

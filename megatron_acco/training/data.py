@@ -138,7 +138,7 @@ class _Source:
 
 def _sources(options: DataOptions) -> dict[str, _Source]:
     if options.data_path is not None:
-        prefixes, weights = get_blend_from_list(options.data_path)
+        prefixes, weights = _blend("--data-path", options.data_path) or ([], None)
         _check_split(options.split_weights)
         matrix = convert_split_vector_to_split_matrix(parse_and_normalize_split(options.split_weights))
         shares = dict(zip(SPLITS, matrix, strict=True))
@@ -149,10 +149,18 @@ def _sources(options: DataOptions) -> dict[str, _Source]:
         }
     sources = {}
     for name in SPLITS:
-        blend = get_blend_from_list(getattr(options, f"{name}_data_path"))
+        blend = _blend(f"--{name}-data-path", getattr(options, f"{name}_data_path"))
         if blend is not None:
             sources[name] = _Source(f"--{name}-data-path", blend[0], blend[1], (0.0, 1.0))
     return sources
+
+
+def _blend(flag: str, values: list[str] | None) -> tuple[list[str], list[float] | None] | None:
+    blend = get_blend_from_list(values)
+    for weight in (blend[1] or []) if blend is not None else []:
+        if not 0.0 < weight < float("inf"):
+            raise ValueError(f"{flag}: the weight of a prefix must be above 0, got {weight:g}")
+    return blend
 
 
 def _check_split(split: str) -> None:

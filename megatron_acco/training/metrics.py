@@ -29,6 +29,8 @@ class LoggingOptions:
     metrics_file: str | None = option(None, "metrics.jsonl; if not given, in the --save or --tensorboard-dir folder.")
 
     def __post_init__(self) -> None:
+        if self.metrics_file is not None and Path(self.metrics_file).is_dir():
+            raise ValueError(f"--metrics-file {self.metrics_file} is a folder; name a file")
         if self.log_interval < 1:
             raise ValueError(f"--log-interval must be 1 or more, got {self.log_interval}")
 

@@ -60,6 +60,17 @@ class ModelOptions:
         for name in ("num_layers", "hidden_size", "num_attention_heads", "max_position_embeddings"):
             if getattr(self, name) < 1:
                 raise ValueError(f"--{name.replace('_', '-')} must be 1 or more, got {getattr(self, name)}")
+        for name in (
+            "ffn_hidden_size", "kv_channels", "num_query_groups", "make_vocab_size_divisible_by", "rotary_base",
+            "norm_epsilon", "init_method_std", "recompute_num_layers",
+        ):  # fmt: skip
+            value = getattr(self, name)
+            if value is not None and value <= 0:
+                raise ValueError(f"--{name.replace('_', '-')} must be above 0, got {value}")
+        if not 0.0 < self.rotary_percent <= 1.0:
+            raise ValueError(f"--rotary-percent must be above 0 and at most 1, got {self.rotary_percent}")
+        if self.position_embedding_type == "rope" and (self.kv_channels or self.hidden_size) % 2:
+            raise ValueError("--position-embedding-type rope turns pairs: the head size must be even")
         if self.kv_channels is None and self.hidden_size % self.num_attention_heads:
             raise ValueError(
                 f"--hidden-size {self.hidden_size} is not a multiple of --num-attention-heads "

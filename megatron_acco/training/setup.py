@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from megatron.core import parallel_state
 
 import megatron_acco
 from megatron_acco import ds_json
+from megatron_acco.ops import prepare_cpu_ops
 from megatron_acco.training import environment
 from megatron_acco.training.arguments import Arguments, parse_arguments, resolve
 from megatron_acco.training.batches import ConsumedSampleSampler, EvaluationSampler, build_loader
@@ -94,6 +95,7 @@ def make_plan(argv: Sequence[str] | None, ranks: Ranks) -> Plan:
 def build_run(plan: Plan, ranks: Ranks) -> Run:
     """Meet the other ranks, build model and engine, and load the checkpoint if there is one. Collective."""
     arguments = plan.arguments
+    prepare_cpu_ops(["ShareMemCommBuilder", *(["FusedAdamBuilder"] if _fused_adam(arguments.deepspeed) else [])])
     control = environment.initialize_distributed(
         ranks, arguments.run.tensor_model_parallel_size, arguments.run.distributed_timeout_minutes
     )
@@ -120,6 +122,12 @@ def build_run(plan: Plan, ranks: Ranks) -> Run:
     if plan.found is not None:
         checkpointer.restore_generators()
     return run
+
+
+def _fused_adam(config: Mapping[str, Any]) -> bool:
+    """Whether DeepSpeed will build its own Adam, which it compiles."""
+    section = config["optimizer"]
+    return section["type"].lower() in ("adam", "adamw") and not section.get("params", {}).get("torch_adam", False)
 
 
 def _agree(plan: Plan, control: dist.ProcessGroup) -> None:

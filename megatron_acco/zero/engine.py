@@ -13,6 +13,7 @@ from typing import Any
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime import engine as deepspeed_engine
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import groups, log_dist
@@ -20,6 +21,7 @@ from deepspeed.utils import groups, log_dist
 from megatron_acco.config import AccoConfig, acco_config
 from megatron_acco.ds_json.optimizers import check_acco_optimizer_object
 from megatron_acco.ds_json.support import check_acco_support
+from megatron_acco.shared_memory import release_shared_memory
 from megatron_acco.zero.optimizer import AccoZeroOptimizer
 from megatron_acco.zero.report import RoundReport
 
@@ -156,7 +158,7 @@ class AccoEngine(DeepSpeedEngine):
     def real_parameters(self) -> ContextManager[None]:
         """Context manager: drains what is in flight, shows theta_t in the module, then puts theta~_t back.
 
-        Collective over the data-parallel ranks in mode wp. Changes made to the parameters inside are lost.
+        Collective over the data-parallel ranks in mode wp. Do not change the parameters inside.
         """
         context: ContextManager[None] = self.optimizer.real_parameters()
         return context
@@ -189,7 +191,7 @@ class AccoEngine(DeepSpeedEngine):
         result = super().load_checkpoint(*args, **kwargs)
         # DeepSpeed keeps the micro-batches of an update that was begun before the load.
         self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
-        self.optimizer.restore(self.global_steps)
+        self.optimizer.restore(self.global_steps, loaded=result[0] is not None)
         return result
 
     def save_16bit_model(self, *args: Any, **kwargs: Any) -> Any:
@@ -268,6 +270,8 @@ def initialize(*args: Any, **kwargs: Any) -> tuple[Any, Any, Any, Any]:
         register()
         try:
             result: tuple[Any, Any, Any, Any] = deepspeed.initialize(*args, **kwargs)
+            if get_accelerator().device_name() == "cpu":
+                release_shared_memory()
             return result
         finally:
             _registered = before

@@ -41,6 +41,7 @@ class BaseOptimizer:
         """(theta, S) <- Opt(theta, S, grad) for group `index`; `grad` [partition] fp32 may be overwritten."""
         self._forget_running_products(index, hyper)
         group = self._run(index, hyper, grad)
+        self._refuse_hidden_state()
         # What the optimizer itself keeps in its groups (a step count, say) belongs to its state.
         changed = {key: value for key, value in group.items() if key not in hyper or not _equal(value, hyper[key])}
         self._optimizer.param_groups[index].update(changed)
@@ -84,6 +85,16 @@ class BaseOptimizer:
         finally:
             param.grad = None
         return {key: value for key, value in twin.param_groups[0].items() if key != "params"}
+
+    def _refuse_hidden_state(self) -> None:
+        """State outside `optimizer.state` would be stepped once per group, by estimates too, and not be saved."""
+        before = _instance_state(self._optimizer)
+        changed = [k for k, v in _instance_state(self._twin).items() if k not in before or not _equal(v, before[k])]
+        if changed:
+            raise ValueError(
+                f"{type(self._optimizer).__name__} changes its attribute {changed[0]!r} in step(); with acco an "
+                f"optimizer must keep what it remembers in its state or its parameter groups"
+            )
 
     def _forget_running_products(self, index: int, hyper: Hyper) -> None:
         """Make DeepSpeed's Adam kernels on the CPU compute beta^t afresh, so that a resumed run is the same run.

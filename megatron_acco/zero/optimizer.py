@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -61,7 +62,8 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         self._shows_real = True
         self._stash: list[Tensor] | None = None
         self._extras: Mapping[str, Any] | None = None
-        self._reports: list[RoundReport] = []
+        # A loop that never asks for them must not grow.
+        self._reports: deque[RoundReport] = deque(maxlen=1024)
         self._buffers = GradBuffers(self.bit16_groups_flat, self._slots(), self.gradient_accumulation_dtype)
         self.lane = Lane(f"acco-lane-{dist.get_rank()}", group_limit(self.dp_process_group))
         exchange = make_exchange(clone_group(self.dp_process_group), self.communication_data_type)
@@ -182,7 +184,8 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
 
     def take_reports(self) -> list[RoundReport]:
         """Reports of the rounds finished since the last call."""
-        reports, self._reports = self._reports, []
+        reports = list(self._reports)
+        self._reports.clear()
         return reports
 
     @property
@@ -250,11 +253,17 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         self._in_update = self._since_hand_over = 0
         self._half_done, self._plan, self._extras = False, None, None
 
-    def restore(self, update: int) -> None:
-        """Continue at the start of update `update`, after weights, masters and state were loaded. Collective.
+    def restore(self, update: int, loaded: bool) -> None:
+        """Continue at the start of update `update`. Collective.
+
+        Args:
+            update: its number.
+            loaded: weights, masters and state were loaded; otherwise compute starts at the theta that is there.
 
         Without ACCO's extras (a checkpoint of plain ZeRO-1, weights only) compute starts at theta itself.
         """
+        if not loaded:
+            self._gather_loaded(None, self.bit16_groups_flat)
         self.update = update
         extras, self._extras = self._extras, None
         self._shows_real = True

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -12,14 +11,6 @@ import torch
 
 from tests.distributed.harness import RankFailure, RankPool
 from tests.distributed.training import Run, batch, one_update, running, train
-
-
-@pytest.fixture
-def doomed() -> Iterator[RankPool]:
-    """Two ranks of which one will fail."""
-    pool = RankPool(2)
-    yield pool
-    pool.close()
 
 
 class BrokenCableError(RuntimeError):

@@ -181,3 +181,15 @@ def test_only_the_shared_memory_of_this_launch_is_removed(scripts: Any) -> None:
     finally:
         mine.unlink(missing_ok=True)
         other.unlink(missing_ok=True)
+
+
+def test_an_interrupted_compilation_is_named_and_forgotten_when_old(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A killed compilation leaves a marker that torch waits for without limit."""
+    from megatron_acco.ops import wait_for_marker
+
+    marker = tmp_path / "lock"
+    marker.touch()
+    wait_for_marker(marker, stale_seconds=0.5)
+    assert not marker.exists() and str(marker) in capsys.readouterr().err
