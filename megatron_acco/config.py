@@ -67,6 +67,10 @@ class AccoConfig:
         "training curvature limits the learning rate of every overlapped mode below ZeRO-1's: cover the "
         "learning-rate warm-up (docs/how-it-works.md).",
     )
+    abort_after_skipped_updates: int = _option(
+        0,
+        "End the run when this many updates in a row were skipped because a gradient was not finite; 0 never does.",
+    )
 
     @classmethod
     def from_dict(cls, section: Any, where: str = SECTION) -> AccoConfig:
@@ -95,8 +99,9 @@ class AccoConfig:
             raise ValueError(
                 f'"{where}.estimate_fraction" must lie strictly between 0 and 1, got {self.estimate_fraction}'
             )
-        if self.warmup_updates < 0:
-            raise ValueError(f'"{where}.warmup_updates" must be 0 or more, got {self.warmup_updates}')
+        for name in ("warmup_updates", "abort_after_skipped_updates"):
+            if getattr(self, name) < 0:
+                raise ValueError(f'"{where}.{name}" must be 0 or more, got {getattr(self, name)}')
 
     def check_accumulation_steps(self, steps: int) -> None:
         """Raise ValueError if an update of `steps` micro-batches per rank cannot be split into two halves."""

@@ -11,7 +11,10 @@ Written from the equations only. Nothing here is shared with the product, with t
     dpu    gradients at theta_{t-1} (theta_{-1} = theta_0), applied to theta_t
     wp     as dpu, but the weights used are those that the commit showed: Opt(theta_{t+1}, S_{t+1}, g_t)
 
-Gradients come from a callback, so that the model, the loss and the data stay in the test.
+Gradients come from a callback, so that the model, the loss and the data stay in the test. Loss scaling (Micikevicius et
+al. 2018): the callback gets the scale and answers with scaled gradients; each half is unscaled by the scale that it was
+computed with. The scaler hears of a commit's outcome where the outcome is known: before the second half of the next
+update (acco), after the next update's gradients (dpu, wp), at once (sync).
 """
 
 from __future__ import annotations
@@ -28,8 +31,9 @@ Params = dict[str, Array]
 """Parameter (or gradient) arrays by name, float64."""
 State = dict[str, dict[str, Array | int]]
 """Optimizer state by parameter name: a dict of moments and the step count."""
-Gradient = Callable[[Params, int, int, int], Params]
-"""(weights, update, rank, micro-batch of the update) -> gradient of that micro-batch's mean loss."""
+Gradient = Callable[..., Params]
+"""(weights, update, rank, micro-batch of the update) -> gradient of that micro-batch's mean loss; with a loss scaler
+(weights, update, rank, micro-batch, scale) -> gradient of the scaled loss."""
 Counts = Callable[[int, int], tuple[int, int]]
 """(update, rank) -> micro-batches in the first half, micro-batches after it."""
 
@@ -48,6 +52,47 @@ class Rule:
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
     momentum: float = 0.9
+
+    def apply(self, theta: Array, state: dict, grad: Array, lr: float) -> tuple[Array, dict]:
+        """Opt(theta, S, g) -> (theta', S') for one tensor. Pure: changes none of its arguments."""
+        return apply_rule(self, theta, state, grad, lr)
+
+
+class SmallestScaleError(ArithmeticError):
+    """An overflow at the smallest loss scale."""
+
+
+@dataclass
+class LossScale:
+    """A loss scale; dynamic unless `window` is 0.
+
+    It doubles whenever a multiple of `window` updates in a row were good since the one after the last overflow (or
+    since the first). The `hysteresis`-th overflow, and each after it, halves it.
+    """
+
+    value: float
+    window: int = 0
+    minimum: float = 1.0
+    hysteresis: int = 1
+    _good: int = -1
+    _patience: int = 0
+
+    def tell(self, applied: bool) -> None:
+        """One update was applied, or skipped for an overflow."""
+        if self.window == 0:
+            return
+        if applied:
+            self._good += 1
+            if self._good > 0 and self._good % self.window == 0:
+                self.value *= 2.0
+                self._patience = 0
+            return
+        self._good = -1
+        self._patience += 1
+        if self._patience >= self.hysteresis:
+            if self.value == self.minimum:
+                raise SmallestScaleError(self.value)
+            self.value = max(self.value / 2.0, self.minimum)
 
 
 @dataclass(frozen=True)
@@ -71,6 +116,7 @@ class Update:
         applied: False if the update was skipped.
         micro_batches: total count in the commit's average.
         lr_factor: factor on every group's learning rate in this update.
+        loss_scales: with a loss scaler, the scales of the first and of the second half.
     """
 
     theta: Params
@@ -82,6 +128,7 @@ class Update:
     applied: bool
     micro_batches: int
     lr_factor: float
+    loss_scales: tuple[float, float] = (1.0, 1.0)
 
 
 def apply_rule(rule: Rule, theta: Array, state: dict, grad: Array, lr: float) -> tuple[Array, dict]:
@@ -142,6 +189,9 @@ class Oracle:
         clip: gradient clipping, 0 = off.
         warmup_updates: updates made by the sync rule first.
         lr_factor: factor on the learning rates as a function of the number of updates applied so far.
+        loss_scale: loss scaler; see `Gradient`.
+        add: (running sum of a rank, gradient) -> the sum as the gradient buffer holds it.
+        wire: a rank's sum -> what of it arrives at the owner of a shard.
     """
 
     theta: Params
@@ -153,6 +203,9 @@ class Oracle:
     clip: float = 0.0
     warmup_updates: int = 0
     lr_factor: Callable[[int], float] = lambda applied: 1.0
+    loss_scale: LossScale | None = None
+    add: Callable[[Array, Array], Array] = np.add
+    wire: Callable[[Array], Array] = lambda total: total
     state: State = field(default_factory=dict)
     update: int = 0
     applied: int = 0
@@ -162,6 +215,7 @@ class Oracle:
         self._estimate = self.theta  # theta~_t
         self._before = self.theta  # weights in use while the commit of update t-1 is in flight (dpu, wp)
         self._shown = self.theta  # what the commit of update t-1 shows once it has arrived
+        self._untold: bool | None = None  # outcome of a commit that the loss scaler has not heard of
 
     def updates(self, n: int) -> list[Update]:
         return [self._one_update() for _ in range(n)]
@@ -170,23 +224,39 @@ class Oracle:
         t = self.update
         mode = "sync" if t < self.warmup_updates else self.mode
         record = self._acco(t) if mode == "acco" else self._whole(t, mode)
+        self._untold = record.applied
+        if mode == "sync":
+            self._tell_scaler()
         self.theta, self.state = record.theta, record.state
         self.applied += record.applied
         self.update += 1
         return record
 
-    def _sum(self, weights: Params, t: int, half: int | None) -> tuple[Params, int]:
-        """Sum of gradients at `weights` over ranks and the micro-batches of one half (None: the whole update)."""
+    def _sum(self, weights: Params, t: int, half: int | None) -> tuple[Params, int, float]:
+        """Sum of gradients at `weights` over ranks and the micro-batches of one half (None: the whole update).
+
+        Returns the sum, the number of micro-batches and the loss scale.
+        """
         total = {name: np.zeros_like(value) for name, value in self.theta.items()}
         count = 0
+        scale = 1.0 if self.loss_scale is None else self.loss_scale.value
+        scaled = () if self.loss_scale is None else (scale,)
         for rank in range(self.ranks):
             first, second = self.counts(t, rank)
             micros = {0: range(first), 1: range(first, first + second), None: range(first + second)}[half]
+            own = {name: np.zeros_like(value) for name, value in self.theta.items()}
             for k in micros:
-                for name, g in self.gradient(weights, t, rank, k).items():
-                    total[name] = total[name] + g
+                for name, g in self.gradient(weights, t, rank, k, *scaled).items():
+                    own[name] = self.add(own[name], g)
                 count += 1
-        return total, count
+            for name, g in own.items():
+                total[name] = total[name] + self.wire(g) / scale
+        return total, count, scale
+
+    def _tell_scaler(self) -> None:
+        if self.loss_scale is not None and self._untold is not None:
+            self.loss_scale.tell(self._untold)
+        self._untold = None
 
     def _opt(self, theta: Params, state: State, grad: Params) -> tuple[Params, State]:
         new_theta, new_state = dict(theta), copy.deepcopy(state)
@@ -194,13 +264,14 @@ class Oracle:
         grad = clipped(grad, self.clip)
         for group in self.groups:
             for name in group.names:
-                moved = apply_rule(group.rule, theta[name], state.get(name, {}), grad[name], group.rule.lr * factor)
+                moved = group.rule.apply(theta[name], state.get(name, {}), grad[name], group.rule.lr * factor)
                 new_theta[name], new_state[name] = moved
         return new_theta, new_state
 
     def _acco(self, t: int) -> Update:
-        first, n_first = self._sum(self._estimate, t, 0)
-        second, n_second = self._sum(self.theta, t, 1)
+        first, n_first, first_scale = self._sum(self._estimate, t, 0)
+        self._tell_scaler()
+        second, n_second, second_scale = self._sum(self.theta, t, 1)
         factor = self.lr_factor(self.applied)
         estimate, estimate_norm = self.theta, 0.0
         if n_first and _finite(first):
@@ -211,12 +282,13 @@ class Oracle:
         # While the commit of update t is in flight, compute goes on at the estimate made from its first half.
         self._estimate = estimate
         self._before = self._shown = theta
-        count = n_first + n_second
-        return Update(theta, state, estimate, theta, estimate_norm, commit_norm, applied, count, factor)
+        count, scales = n_first + n_second, (first_scale, second_scale)
+        return Update(theta, state, estimate, theta, estimate_norm, commit_norm, applied, count, factor, scales)
 
     def _whole(self, t: int, mode: str) -> Update:
         weights = self.theta if mode == "sync" else self._before
-        total, count = self._sum(weights, t, None)
+        total, count, scale = self._sum(weights, t, None)
+        self._tell_scaler()
         factor = self.lr_factor(self.applied)
         nothing = {name: np.zeros_like(g) for name, g in total.items()}
         theta, state, commit_norm, applied = self._commit(nothing, total, count)
@@ -229,7 +301,7 @@ class Oracle:
         self._before = shown if mode == "sync" else self._shown
         self._shown = shown
         self._estimate = theta
-        return Update(theta, state, None, shown, 0.0, commit_norm, applied, count, factor)
+        return Update(theta, state, None, shown, 0.0, commit_norm, applied, count, factor, (scale, scale))
 
     def _commit(self, first: Params, second: Params, count: int) -> tuple[Params, State, float, bool]:
         total = self._trained({name: first[name] + second[name] for name in first})

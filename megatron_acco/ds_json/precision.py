@@ -49,26 +49,24 @@ def check_device(config: Mapping[str, Any]) -> None:
 
 
 def check_acco_precision(config: Mapping[str, Any]) -> None:
-    """Refuse what ACCO's rounds do not compute in: fp32, and bf16 with fp32 masters, are supported.
+    """Refuse what ACCO's rounds do not compute in: fp32, and bf16 or fp16 with fp32 masters, are supported.
 
     Raises:
         ValueError: naming the key and what to use instead.
     """
     fp16 = _section(config, "fp16")
-    if fp16.get("enabled"):
-        raise ValueError(
-            '"fp16.enabled": fp16 is not supported together with "acco" in this release (fp32 and bf16 are); use '
-            '"bf16": {"enabled": true}'
-        )
     if fp16.get("fp16_master_weights_and_grads"):
         raise ValueError('"fp16.fp16_master_weights_and_grads": "acco" keeps fp32 master weights; remove it')
     bf16 = bf16_section(config)
     for key in ("bf16_master_weights_and_grads", "bf16_optimizer_states"):
         if bf16.get(key):
             raise ValueError(f'"bf16.{key}": "acco" keeps fp32 master weights and optimizer state; remove it')
-    accepted = ("bf16", "fp32") if bf16.get("enabled") else ("fp32",)
+    low = "bf16" if bf16.get("enabled") else "fp16" if fp16.get("enabled") else None
+    accepted = ("fp32",) if low is None else (low, "fp32")
     _check_dtype("data_types.grad_accum_dtype", _section(config, "data_types").get("grad_accum_dtype"), accepted)
-    _check_dtype("communication_data_type", config.get("communication_data_type"), ("bf16", "fp32"))
+    _check_dtype(
+        "communication_data_type", config.get("communication_data_type"), ("bf16", "fp32") if low is None else accepted
+    )
 
 
 def bf16_section(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -66,13 +66,18 @@ class RunOptions:
     local_rank: int | None = option(None, "Set by the launcher.", flag="--local_rank")
     bf16: bool = option(False, "Train in bfloat16 with fp32 master weights.")
     fp16: bool = option(False, "Train in float16 with fp32 master weights and loss scaling.")
-    tensor_model_parallel_size: int = option(1, "Tensor-parallel size (1 in this release).")
+    tensor_model_parallel_size: int = option(1, "Ranks that share one copy of the model.")
+    sequence_parallel: bool = option(
+        False, "Split activations between the linear layers by sequence over the tensor-parallel ranks."
+    )
     pipeline_model_parallel_size: int = option(1, "Pipeline-parallel size (1 only).")
     context_parallel_size: int = option(1, "Context-parallel size (1 only).")
     distributed_timeout_minutes: float = option(10.0, "Time limit of every collective and of the rendezvous.")
 
     def __post_init__(self) -> None:
-        for name in ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"):
+        if self.tensor_model_parallel_size < 1:
+            raise ValueError(f"--tensor-model-parallel-size must be 1 or more, got {self.tensor_model_parallel_size}")
+        for name in ("pipeline_model_parallel_size", "context_parallel_size"):
             if getattr(self, name) != 1:
                 raise ValueError(f"--{name.replace('_', '-')} {getattr(self, name)} is not supported; only 1 is")
         if self.bf16 and self.fp16:
@@ -118,6 +123,11 @@ class Arguments:
             return self.training.train_iters
         assert self.training.train_samples is not None
         return self.training.train_samples // self.global_batch_size
+
+    @property
+    def sequence_parallel(self) -> bool:
+        """Whether activations are split by sequence; as in Megatron, one tensor-parallel rank has nothing to split."""
+        return self.run.sequence_parallel and self.run.tensor_model_parallel_size > 1
 
     @property
     def dtype(self) -> torch.dtype:
@@ -177,7 +187,17 @@ def parse_arguments(argv: Sequence[str] | None = None) -> Arguments:
             f"--seq-length {arguments.training.seq_length} is longer than --max-position-embeddings "
             f"{arguments.model.max_position_embeddings}"
         )
+    _check_tensor_parallel(arguments)
     return arguments
+
+
+def _check_tensor_parallel(arguments: Arguments) -> None:
+    size, length = arguments.run.tensor_model_parallel_size, arguments.training.seq_length
+    arguments.model.check_tensor_parallel(size)
+    if arguments.sequence_parallel and length % size:
+        raise ValueError(
+            f"--sequence-parallel: --seq-length {length} is not a multiple of --tensor-model-parallel-size {size}"
+        )
 
 
 def resolve(arguments: Arguments, config: Mapping[str, Any], dp_world_size: int) -> Arguments:
@@ -201,7 +221,9 @@ def resolve(arguments: Arguments, config: Mapping[str, Any], dp_world_size: int)
             "the arguments beside it; remove the section"
         )
     merged = ds_json.reconcile(_with_auto(config, arguments), _shared_values(arguments))
-    resolved = ds_json.validate(merged, dp_world_size=dp_world_size)
+    resolved = ds_json.validate(
+        merged, dp_world_size=dp_world_size, tensor_parallel=arguments.run.tensor_model_parallel_size
+    )
     params = resolved["optimizer"].get("params", {})
     taken = {name: params[name] for name in ("lr", "weight_decay") if name in params}
     optimizer = dataclasses.replace(arguments.optimizer, clip_grad=float(resolved["gradient_clipping"]), **taken)

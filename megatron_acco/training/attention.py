@@ -5,9 +5,11 @@ megatron-core's own `DotProductAttention` allocates through a CUDA-only buffer, 
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
+from megatron.core import tensor_parallel
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch.nn.functional import scaled_dot_product_attention
@@ -36,6 +38,7 @@ class SdpaCoreAttention(torch.nn.Module):
         self.attn_mask_type = attn_mask_type
         self.softmax_scale = softmax_scale
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.sequence_parallel = config.sequence_parallel
 
     def forward(
         self,
@@ -62,15 +65,26 @@ class SdpaCoreAttention(torch.nn.Module):
         causal = (attn_mask_type or self.attn_mask_type) is AttnMaskType.causal
         # Megatron masks mark what is hidden; SDPA masks mark what is seen.
         seen = None if causal or attention_mask is None else ~attention_mask
-        # [s, b, h, d] -> [b, h, s, d]
-        context = scaled_dot_product_attention(
-            query.permute(1, 2, 0, 3),
-            key.permute(1, 2, 0, 3),
-            value.permute(1, 2, 0, 3),
-            attn_mask=seen,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=causal,
-            scale=self.softmax_scale,
-            enable_gqa=query.shape[2] != key.shape[2],
-        )
+        dropout = self.dropout if self.training else 0.0
+        with self._random_numbers(dropout):
+            # [s, b, h, d] -> [b, h, s, d]
+            context = scaled_dot_product_attention(
+                query.permute(1, 2, 0, 3),
+                key.permute(1, 2, 0, 3),
+                value.permute(1, 2, 0, 3),
+                attn_mask=seen,
+                dropout_p=dropout,
+                is_causal=causal,
+                scale=self.softmax_scale,
+                enable_gqa=query.shape[2] != key.shape[2],
+            )
         return context.permute(2, 0, 1, 3).flatten(start_dim=2)
+
+    def _random_numbers(self, dropout: float) -> AbstractContextManager[None]:
+        """Each tensor-parallel rank has heads of its own, hence dropout of its own.
+
+        Under sequence parallelism the transformer block as a whole draws from the ranks' own streams already.
+        """
+        if dropout == 0.0 or self.sequence_parallel:
+            return nullcontext()
+        return tensor_parallel.get_cuda_rng_tracker().fork()

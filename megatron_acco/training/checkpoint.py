@@ -20,6 +20,7 @@ import numpy
 import torch
 import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
 from megatron_acco.training.options import option
 
@@ -36,6 +37,7 @@ _FREE_MODEL_OPTIONS = frozenset(
         "recompute_granularity",
         "recompute_method",
         "recompute_num_layers",
+        "recompute_modules",
         "use_cpu_initialization",
         "make_vocab_size_divisible_by",
     }
@@ -89,6 +91,7 @@ class Identity:
         order: what the order of the samples depends on.
         ranks: number of data-parallel ranks.
         arguments: the whole command line and JSON, for the reader.
+        tensor_parallel: number of tensor-parallel ranks, each of which has files of its own.
     """
 
     model: dict[str, Any]
@@ -96,6 +99,7 @@ class Identity:
     order: dict[str, Any]
     ranks: int
     arguments: dict[str, Any]
+    tensor_parallel: int = 1
 
 
 @dataclass(frozen=True)
@@ -148,19 +152,34 @@ def find_checkpoint(options: CheckpointOptions, mine: Identity, override_schedul
     if header is None:
         raise ValueError(f"--load {folder}: {tag} was not written by pretrain_gpt_acco.py")
     saved: Identity = Identity(**header["identity"])
-    for rank in range(saved.ranks):
-        # DeepSpeed marks the files of bf16 runs.
-        names = [f"{prefix}zero_pp_rank_{rank}_mp_rank_00_optim_states.pt" for prefix in ("", "bf16_")]
-        shards = [folder / tag / name for name in names if (folder / tag / name).is_file()]
-        if not shards:
-            raise ValueError(f"--load {folder}: {tag} is incomplete, it has no optimizer file of rank {rank}")
-        if not zipfile.is_zipfile(shards[0]):
-            raise ValueError(f"--load {folder}: {shards[0]} is damaged (cut off?)")
+    _check_complete(folder, tag, saved)
     return Found(folder, tag, _compare(saved, mine, f"{folder}/{tag}", override_schedule))
+
+
+def _check_complete(folder: Path, tag: str, saved: Identity) -> None:
+    for part in range(saved.tensor_parallel):
+        of_part = f" of tensor-parallel rank {part}" if saved.tensor_parallel > 1 else ""
+        if not (folder / tag / f"mp_rank_{part:02d}_model_states.pt").is_file():
+            raise ValueError(f"--load {folder}: {tag} is incomplete, it has no weights{of_part}")
+        for rank in range(saved.ranks):
+            # DeepSpeed marks the files of bf16 runs.
+            names = [f"{prefix}zero_pp_rank_{rank}_mp_rank_{part:02d}_optim_states.pt" for prefix in ("", "bf16_")]
+            shards = [folder / tag / name for name in names if (folder / tag / name).is_file()]
+            if not shards:
+                raise ValueError(
+                    f"--load {folder}: {tag} is incomplete, it has no optimizer file of rank {rank}{of_part}"
+                )
+            if not zipfile.is_zipfile(shards[0]):
+                raise ValueError(f"--load {folder}: {shards[0]} is damaged (cut off?)")
 
 
 def _compare(saved: Identity, mine: Identity, where: str, override_schedule: bool) -> tuple[str, ...]:
     """Raise for differences that make the checkpoint useless; return a notice for those that are the user's choice."""
+    if saved.tensor_parallel != mine.tensor_parallel:
+        raise ValueError(
+            f"--load {where} was saved with --tensor-model-parallel-size {saved.tensor_parallel}, this run has "
+            f"{mine.tensor_parallel}; resuming with another tensor-parallel size is not supported in this release"
+        )
     different = _differences(saved.model, mine.model, _FREE_MODEL_OPTIONS)
     if different:
         raise ValueError(f"--load {where} is of another model: {different}")
@@ -246,12 +265,10 @@ def random_state() -> dict[str, Any]:
         "python": random.getstate(),
         "numpy": numpy.random.get_state(),
         "torch": torch.get_rng_state(),
+        "tensor_parallel": get_cuda_rng_tracker().get_states(),
     }
     if torch.cuda.is_available():
-        from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
         state["accelerator"] = get_accelerator().get_rng_state().cpu()
-        state["tensor_parallel"] = get_cuda_rng_tracker().get_states()
     return state
 
 
@@ -260,11 +277,9 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     random.setstate(state["python"])
     numpy.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
+    get_cuda_rng_tracker().set_states(state["tensor_parallel"])
     if torch.cuda.is_available() and "accelerator" in state:
-        from megatron.core.tensor_parallel import get_cuda_rng_tracker
-
         get_accelerator().set_rng_state(state["accelerator"])
-        get_cuda_rng_tracker().set_states(state["tensor_parallel"])
 
 
 def _write_latest(folder: Path, tag: str) -> None:

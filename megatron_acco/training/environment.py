@@ -20,6 +20,7 @@ from deepspeed.accelerator import get_accelerator
 from megatron.core import parallel_state, tensor_parallel
 
 from megatron_acco.shared_memory import release_shared_memory
+from megatron_acco.training.without_cuda import support_cpu
 
 EXIT_DONE = 0
 """Training reached its end, --exit-interval or --exit-duration-in-mins."""
@@ -29,6 +30,8 @@ EXIT_BAD_INPUT = 2
 """Arguments, JSON, data or checkpoint were refused before the model was built."""
 EXIT_SIGNAL = 75
 """Stopped by SIGTERM or Ctrl-C; if there is a --save folder, it holds a checkpoint to resume from."""
+
+_SEEDS_PER_REPLICA = 10_000
 
 # rank, number of ranks, rank on the node, ranks on the node
 _LAUNCHERS = {
@@ -167,12 +170,23 @@ def initialize_distributed(ranks: Ranks, tensor_parallel_size: int, timeout_minu
 
 
 def seed_everything(seed: int) -> None:
-    """Seed every random generator; equal on all ranks for the weights, different per replica afterwards."""
+    """Seed every random generator: Megatron's default stream, and the one that differs per tensor-parallel rank.
+
+    With equal seeds on all ranks the model's initial weights fit together.
+    """
     random.seed(seed)
     numpy.random.seed(seed % (1 << 32))
     torch.manual_seed(seed)
-    if torch.cuda.is_available():
-        tensor_parallel.model_parallel_cuda_manual_seed(seed)
+    support_cpu()
+    tensor_parallel.model_parallel_cuda_manual_seed(seed)
+
+
+def seed_dropout(seed: int) -> None:
+    """Seed every random generator for training: replicas draw different numbers.
+
+    Megatron's own seeds of one replica lie close together, hence the distance between replicas.
+    """
+    seed_everything(seed + 1 + _SEEDS_PER_REPLICA * parallel_state.get_data_parallel_rank())
 
 
 def end_with_message(ranks: Ranks | None, message: str) -> int:

@@ -46,7 +46,9 @@ def report_start(plan: Plan, run: Run, threads: str) -> None:
     arguments = plan.arguments
     parameters = sum(parameter.numel() for parameter in run.engine.module.parameters())
     print(f" {threads}")
-    print(f" model: {parameters:,} parameters, vocabulary {plan.vocab_size} padded to {plan.padded_vocab_size}")
+    parts = arguments.run.tensor_model_parallel_size
+    share = "" if parts == 1 else f" on each of {parts} tensor-parallel ranks"
+    print(f" model: {parameters:,} parameters{share}, vocabulary {plan.vocab_size} padded to {plan.padded_vocab_size}")
     print(f" {describe_batch(arguments.deepspeed, plan.identity.ranks, acco_config(arguments.deepspeed))}")
     print(
         f" device {run.engine.device}, {str(arguments.dtype).removeprefix('torch.')}, optimizer "

@@ -7,14 +7,18 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_acco.training.attention import SdpaCoreAttention
 from megatron_acco.training.options import option
+from megatron_acco.training.replicated import HeadNorm, TorchNorm
+from megatron_acco.training.without_cuda import support_cpu
+
+# The others need Transformer Engine or layers that this model has not.
+_RECOMPUTED_MODULES = ("core_attn", "mlp")
 
 
 @dataclass(frozen=True)
@@ -48,12 +52,17 @@ class ModelOptions:
     attention_dropout: float = option(0.1, "Dropout of the attention weights.")
     make_vocab_size_divisible_by: int = option(128, "The vocabulary is padded to a multiple of this.")
     recompute_granularity: str | None = option(
-        None, "Recompute activations in backward instead of keeping them (CUDA only).", choices=("full", "selective")
+        None, "Recompute activations in backward instead of keeping them.", choices=("full", "selective")
     )
     recompute_method: str | None = option(
         None, "Layers to recompute with --recompute-granularity full.", choices=("uniform", "block")
     )
-    recompute_num_layers: int | None = option(None, "Layers per recomputed block.")
+    recompute_num_layers: int | None = option(
+        None, "Layers per recomputed block (uniform), or number of layers that are recomputed (block)."
+    )
+    recompute_modules: list[str] | None = option(
+        None, "Parts to recompute with --recompute-granularity selective: core_attn (default), mlp."
+    )
     use_cpu_initialization: bool = option(False, "Draw the initial weights on the CPU (always so without CUDA).")
 
     def __post_init__(self) -> None:
@@ -83,11 +92,49 @@ class ModelOptions:
                 f"--num-attention-heads {self.num_attention_heads} is not a multiple of --num-query-groups "
                 f"{self.num_query_groups}"
             )
-        if self.recompute_granularity is not None and not torch.cuda.is_available():
-            raise ValueError("--recompute-granularity needs CUDA: megatron-core's checkpointing keeps CUDA generators")
+        self._check_recomputation()
         for name in ("hidden_dropout", "attention_dropout"):
             if not 0.0 <= getattr(self, name) < 1.0:
                 raise ValueError(f"--{name.replace('_', '-')} must be in [0, 1), got {getattr(self, name)}")
+
+    def _check_recomputation(self) -> None:
+        full = {"--recompute-method": self.recompute_method, "--recompute-num-layers": self.recompute_num_layers}
+        for flag, value in full.items():
+            if value is None and self.recompute_granularity == "full":
+                raise ValueError(f"--recompute-granularity full needs {flag}")
+            if value is not None and self.recompute_granularity != "full":
+                raise ValueError(f"{flag} needs --recompute-granularity full")
+        if self.recompute_num_layers is not None and not 1 <= self.recompute_num_layers <= self.num_layers:
+            raise ValueError(
+                f"--recompute-num-layers must be between 1 and --num-layers {self.num_layers}, got "
+                f"{self.recompute_num_layers}"
+            )
+        if self.recompute_method == "uniform" and self.num_layers % (self.recompute_num_layers or 1):
+            raise ValueError(
+                f"--recompute-method uniform: --num-layers {self.num_layers} is not a multiple of "
+                f"--recompute-num-layers {self.recompute_num_layers}"
+            )
+        if self.recompute_modules is not None:
+            if self.recompute_granularity != "selective":
+                raise ValueError("--recompute-modules needs --recompute-granularity selective")
+            unknown = [name for name in self.recompute_modules if name not in _RECOMPUTED_MODULES]
+            if unknown:
+                raise ValueError(f"--recompute-modules {unknown[0]}: choose from {', '.join(_RECOMPUTED_MODULES)}")
+
+    def check_tensor_parallel(self, size: int) -> None:
+        """Refuse a model that does not split into `size` equal parts.
+
+        Raises:
+            ValueError: naming both arguments.
+        """
+        split = {
+            "--num-attention-heads": self.num_attention_heads,
+            "--num-query-groups": self.query_groups,
+            "the width of the MLP (--ffn-hidden-size)": self.mlp_width,
+        }
+        for name, value in split.items():
+            if value % size:
+                raise ValueError(f"{name} {value} is not a multiple of --tensor-model-parallel-size {size}")
 
     @property
     def query_groups(self) -> int:
@@ -107,8 +154,13 @@ class ModelOptions:
         return -(-vocab_size // multiple) * multiple
 
 
-def build_model(options: ModelOptions, padded_vocab_size: int, dtype: torch.dtype = torch.float32) -> GPTModel:
-    """The model with its initial weights, on the current device.
+def build_model(
+    options: ModelOptions,
+    padded_vocab_size: int,
+    dtype: torch.dtype = torch.float32,
+    sequence_parallel: bool = False,
+) -> GPTModel:
+    """This tensor-parallel rank's part of the model with its initial weights, on the current device.
 
     Needs `parallel_state` initialized and the random seeds set.
 
@@ -116,10 +168,12 @@ def build_model(options: ModelOptions, padded_vocab_size: int, dtype: torch.dtyp
         options: shape of the model.
         padded_vocab_size: rows of the embedding, see `ModelOptions.padded_vocab_size`.
         dtype: of the weights.
+        sequence_parallel: split activations between the linear layers by sequence over the tensor-parallel ranks.
     """
+    support_cpu()
     model = GPTModel(
-        config=transformer_config(options, dtype),
-        transformer_layer_spec=layer_spec(options),
+        config=transformer_config(options, dtype, sequence_parallel),
+        transformer_layer_spec=block_spec(options),
         vocab_size=padded_vocab_size,
         max_sequence_length=options.max_position_embeddings,
         share_embeddings_and_output_weights=not options.untie_embeddings_and_output_weights,
@@ -127,26 +181,23 @@ def build_model(options: ModelOptions, padded_vocab_size: int, dtype: torch.dtyp
         rotary_percent=options.rotary_percent,
         rotary_base=options.rotary_base,
     )
-    if options.position_embedding_type == "rope" and not torch.cuda.is_available():
-        model.rotary_pos_emb = RotaryEmbeddingOnCpu(
-            kv_channels=model.config.kv_channels,
-            rotary_percent=options.rotary_percent,
-            rotary_base=options.rotary_base,
-            use_cpu_initialization=True,
-        )
+    if "mlp" in (options.recompute_modules or ()):
+        for layer in model.decoder.layers:
+            layer.mlp.register_forward_hook(_return_a_copy_of_the_bias)
     return model
 
 
-class RotaryEmbeddingOnCpu(RotaryEmbedding):
-    """megatron-core's rotary embedding without its move of the frequencies to a CUDA device."""
+def _return_a_copy_of_the_bias(mlp: torch.nn.Module, inputs: Any, outputs: Any) -> Any:
+    """megatron-core's MLP returns its last bias for a later fused addition.
 
-    def get_emb(self, max_seq_len: int, offset: int = 0) -> torch.Tensor:
-        """Angles of every position, [sequence, 1, 1, turned part of the head], fp32."""
-        freqs = self.get_freqs_non_repeated(max_seq_len, offset)
-        return torch.cat((freqs, freqs), dim=-1)[:, None, None, :]
+    If a recomputed segment returned the parameter itself, autograd would make it an output of that segment, and the
+    segment's backward, which recomputes it, would call itself without end.
+    """
+    hidden, bias = outputs
+    return hidden, bias if bias is None else bias.clone()
 
 
-def transformer_config(options: ModelOptions, dtype: torch.dtype) -> TransformerConfig:
+def transformer_config(options: ModelOptions, dtype: torch.dtype, sequence_parallel: bool = False) -> TransformerConfig:
     """megatron-core's description of the model; fusions that need CUDA extensions stay off."""
     return TransformerConfig(
         num_layers=options.num_layers,
@@ -168,7 +219,9 @@ def transformer_config(options: ModelOptions, dtype: torch.dtype) -> Transformer
         recompute_granularity=options.recompute_granularity,
         recompute_method=options.recompute_method,
         recompute_num_layers=options.recompute_num_layers,
+        recompute_modules=options.recompute_modules,
         tensor_model_parallel_size=parallel_state.get_tensor_model_parallel_world_size(),
+        sequence_parallel=sequence_parallel,
         params_dtype=dtype,
         pipeline_dtype=dtype,
         bf16=dtype is torch.bfloat16,
@@ -179,11 +232,15 @@ def transformer_config(options: ModelOptions, dtype: torch.dtype) -> Transformer
     )
 
 
-def layer_spec(options: ModelOptions) -> ModuleSpec:
-    """megatron-core's own layer, with the core attention exchanged for `SdpaCoreAttention`."""
-    spec = get_gpt_layer_local_spec(qk_layernorm=options.qk_layernorm, normalization=options.normalization)
-    spec.submodules.self_attention.submodules.core_attention = SdpaCoreAttention
-    return spec
+def block_spec(options: ModelOptions) -> TransformerBlockSubmodules:
+    """megatron-core's own layers, with core attention and norms exchanged for ours."""
+    layer = get_gpt_layer_local_spec(qk_layernorm=options.qk_layernorm, normalization=options.normalization)
+    layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = TorchNorm
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = SdpaCoreAttention
+    if options.qk_layernorm:
+        attention.q_layernorm = attention.k_layernorm = HeadNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * options.num_layers, layer_norm=TorchNorm)
 
 
 def parameter_groups(model: torch.nn.Module) -> list[dict[str, Any]]:

@@ -32,6 +32,7 @@ from megatron_acco.training.environment import Ranks
 from megatron_acco.training.loop import Run
 from megatron_acco.training.metrics import MetricsFile, TrainingLog
 from megatron_acco.training.model import build_model, parameter_groups
+from megatron_acco.training.replicated import sum_partial_gradients_in_backward
 from megatron_acco.training.schedule import Schedule, resolve_schedule
 from megatron_acco.training.tokenizer import build_tokenizer
 
@@ -57,7 +58,13 @@ def make_plan(argv: Sequence[str] | None, ranks: Ranks) -> Plan:
         ValueError: with one message for the user.
     """
     arguments = parse_arguments(argv)
-    dp_world_size = ranks.world_size // arguments.run.tensor_model_parallel_size
+    tensor_parallel_size = arguments.run.tensor_model_parallel_size
+    if ranks.world_size % tensor_parallel_size:
+        raise ValueError(
+            f"{ranks.world_size} ranks cannot be shared out to replicas of --tensor-model-parallel-size "
+            f"{tensor_parallel_size} ranks"
+        )
+    dp_world_size = ranks.world_size // tensor_parallel_size
     arguments = resolve(arguments, ds_json.load_json(arguments.run.deepspeed_config), dp_world_size)
     schedule = resolve_schedule(
         arguments.optimizer, arguments.train_iters * arguments.global_batch_size, arguments.global_batch_size
@@ -72,7 +79,7 @@ def make_plan(argv: Sequence[str] | None, ranks: Ranks) -> Plan:
         training.seed,
         (arguments.train_iters * batch, evaluation_samples, evaluation_samples),
     )
-    padded = arguments.model.padded_vocab_size(tokenizer.vocab_size, arguments.run.tensor_model_parallel_size)
+    padded = arguments.model.padded_vocab_size(tokenizer.vocab_size, tensor_parallel_size)
     identity = Identity(
         model={**dataclasses.asdict(arguments.model), "padded_vocab_size": padded},
         schedule=describe_schedule(schedule),
@@ -84,6 +91,7 @@ def make_plan(argv: Sequence[str] | None, ranks: Ranks) -> Plan:
             "sample_index": datasets.key,
         },
         ranks=dp_world_size,
+        tensor_parallel=tensor_parallel_size,
         arguments=arguments.as_dict(),
     )
     found = find_checkpoint(arguments.checkpoint, identity, arguments.optimizer.override_opt_param_scheduler)
@@ -101,7 +109,7 @@ def build_run(plan: Plan, ranks: Ranks) -> Run:
     )
     _agree(plan, control)
     environment.seed_everything(arguments.training.seed)
-    model = build_model(arguments.model, plan.padded_vocab_size, arguments.dtype)
+    model = build_model(arguments.model, plan.padded_vocab_size, arguments.dtype, arguments.sequence_parallel)
     engine, _, _, _ = megatron_acco.initialize(
         model=model,
         model_parameters=parameter_groups(model),
@@ -110,6 +118,8 @@ def build_run(plan: Plan, ranks: Ranks) -> Run:
         config=dict(arguments.deepspeed),
         dist_init_required=False,
     )
+    if not isinstance(engine, megatron_acco.AccoEngine):
+        sum_partial_gradients_in_backward(model, parallel_state.get_tensor_model_parallel_group())
     checkpointer = Checkpointer(engine, arguments.checkpoint, plan.identity, control)
     state = TrainState() if plan.found is None else checkpointer.load(plan.found)
     metrics = _open_metrics(arguments, state, resumed=plan.found is not None)
@@ -117,8 +127,7 @@ def build_run(plan: Plan, ranks: Ranks) -> Run:
         engine, arguments.logging, metrics, control, arguments.train_iters, arguments.training.seq_length, state
     )
     run = Run(arguments, engine, state, *_loaders(plan, state), log, checkpointer, control)
-    # Dropout differs between replicas; what drew from the generators above was the same on all.
-    environment.seed_everything(arguments.training.seed + 1 + parallel_state.get_data_parallel_rank())
+    environment.seed_dropout(arguments.training.seed)
     if plan.found is not None:
         checkpointer.restore_generators()
     return run

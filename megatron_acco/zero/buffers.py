@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Slot:
     """Where a parameter lies in the flat buffer of its group: group index, first element, parameter."""
 
@@ -26,9 +26,10 @@ class GradBuffers:
     (`handed_over`: its gradients are reduced, then its memory receives the gathered weights). Swapping copies
     nothing.
 
-    If gradients have the dtype of the parameters, `p.grad` is a view of the accumulating buffer and autograd adds
-    into it; otherwise (`accumulate in fp32`) a hook adds each gradient to the buffer. `p.main_grad` is the view in
-    both cases.
+    If gradients have the dtype of the parameters, `p.grad` is a view of the accumulating buffer during a backward and
+    autograd adds into it; otherwise (`accumulate in fp32`) a hook adds each gradient to the buffer. `p.main_grad` is
+    the view in both cases. Between backwards `p.grad` is None, as under ZeRO: what would stand there, a local sum over
+    a half, is no gradient that anybody should read, clip, zero or overwrite.
     """
 
     def __init__(self, flats: Sequence[Tensor], slots: Sequence[Slot], dtype: torch.dtype) -> None:
@@ -43,9 +44,10 @@ class GradBuffers:
         self._buffers = [[torch.zeros_like(flat, dtype=dtype) for flat in flats] for _ in range(2)]
         self._views = [[self._view(buffers, slot) for slot in self._slots] for buffers in self._buffers]
         self._current = 0
+        self._version = 0
         # Fused weight-gradient kernels write into main_grad themselves, so p.grad cannot be a view of it.
-        fused = any(hasattr(slot.param, "grad_added_to_main_grad") for slot in self._slots)
-        self._direct = not fused and all(slot.param.dtype == dtype for slot in self._slots)
+        self._fused = any(hasattr(slot.param, "grad_added_to_main_grad") for slot in self._slots)
+        self._direct = not self._fused and all(slot.param.dtype == dtype for slot in self._slots)
         self._hooks: list[Any] = []
         if not self._direct:
             self._hooks = [s.param.register_post_accumulate_grad_hook(_add_to_main_grad) for s in self._slots]
@@ -69,17 +71,22 @@ class GradBuffers:
         ]
 
     def before_backward(self) -> None:
-        """Make every `p.grad` the view again; a gradient that somebody put there in the meantime is counted."""
+        """Make every `p.grad` the view; a gradient that somebody put there in the meantime is counted."""
         self._reclaim(replaced_by_autograd=False)
+        if self._direct:
+            for slot, view in zip(self._slots, self._views[self._current], strict=True):
+                slot.param.grad = view
 
-    def after_backward(self, prepared: bool) -> None:
-        """Bring gradients into the buffer that autograd wrote elsewhere.
+    def after_backward(self, prepared: bool) -> bool:
+        """Bring gradients into the buffer that autograd wrote elsewhere. Returns whether any arrived.
 
         Args:
             prepared: `before_backward` ran, so that what stands elsewhere is the old sum plus the new gradient
                 (autograd adds out of place under `create_graph` and for sparse gradients).
         """
         self._reclaim(replaced_by_autograd=prepared)
+        before, self._version = self._version, self._current_version()
+        return self._fused or self._version != before
 
     def swap(self) -> None:
         """Zero the lane's buffer, make it the accumulating one and hand the other over."""
@@ -109,18 +116,21 @@ class GradBuffers:
     def _attach(self) -> None:
         for slot, view in zip(self._slots, self._views[self._current], strict=True):
             slot.param.main_grad = view  # type: ignore[attr-defined]
-            slot.param.grad = view if self._direct else None
+            slot.param.grad = None
+        self._version = self._current_version()
+
+    def _current_version(self) -> int:
+        """Counts every write into the accumulating buffer."""
+        return sum(buffer._version for buffer in self.accumulating)
 
     def _reclaim(self, replaced_by_autograd: bool) -> None:
         if not self._direct:
             return
         for slot, view in zip(self._slots, self._views[self._current], strict=True):
             grad = slot.param.grad
-            if grad is view:
-                continue
-            if grad is not None:
+            if grad is not None and grad is not view:
                 (view.copy_ if replaced_by_autograd else view.add_)(grad.detach())
-            slot.param.grad = view
+            slot.param.grad = None
 
 
 def _add_to_main_grad(param: Tensor) -> None:

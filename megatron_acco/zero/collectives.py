@@ -8,13 +8,26 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+_free_groups: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
+
+
+def give_back_group(group: dist.ProcessGroup) -> None:
+    """Leave a group of `clone_group`, on which nothing is in flight, to the next engine over the same ranks."""
+    _free_groups.setdefault(tuple(dist.get_process_group_ranks(group)), []).append(group)
+
 
 def clone_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
     """A process group of its own over the ranks of `group`, with the same time limit.
 
     Two threads must never issue collectives on one communicator, hence the lane's own. Only the members of `group`
-    take part in the call.
+    take part in the call. A group that an earlier engine gave back is used again: each has threads and connections,
+    and torch would give a new one after a destroyed one the same name, with the old addresses in the store.
     """
+    free = _free_groups.get(tuple(dist.get_process_group_ranks(group)), [])
+    while free:
+        candidate = free.pop()
+        if candidate in dist.distributed_c10d._world.pg_map:  # not of a world that was destroyed since
+            return candidate
     return dist.new_group(
         dist.get_process_group_ranks(group),
         timeout=group_limit(group),
@@ -50,27 +63,28 @@ class Exchange:
         size = flat.numel() // self.world_size
         return flat.narrow(0, self.rank * size, size)
 
-    def reduce_scatter(self, flat: Tensor, shard: Tensor, accumulate: bool) -> int:
+    def reduce_scatter(self, flat: Tensor, shard: Tensor, accumulate: bool, factor: float = 1.0) -> int:
         """Sum `flat` over the ranks and put this rank's slice into (or, `accumulate`, add it to) `shard`.
 
         Args:
             flat: [n], gradient dtype; its contents are lost.
             shard: [n / world_size], fp32; mutated.
             accumulate: add to `shard` instead of overwriting it.
+            factor: multiplies the sum (of this call) in fp32, after the exchange.
 
         Returns:
             Bytes sent by this rank.
         """
         if self.world_size == 1:
-            _put(shard, flat, accumulate)
+            _put(shard, flat, accumulate, factor)
             return 0
         wire = flat if flat.dtype == self.wire_dtype else flat.to(self.wire_dtype)
-        return self._reduce_scatter(wire, shard, accumulate)
+        return self._reduce_scatter(wire, shard, accumulate, factor)
 
-    def _reduce_scatter(self, wire: Tensor, shard: Tensor, accumulate: bool) -> int:
+    def _reduce_scatter(self, wire: Tensor, shard: Tensor, accumulate: bool, factor: float) -> int:
         own = self.own_slice(wire)
         dist.reduce_scatter_tensor(own, wire, group=self.group)
-        _put(shard, own, accumulate)
+        _put(shard, own, accumulate, factor)
         return _ring_bytes(wire, self.world_size)
 
     def all_gather(self, flat: Tensor) -> int:
@@ -101,11 +115,11 @@ class GlooExchange(Exchange):
         super().__init__(group, wire_dtype)
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
-    def _reduce_scatter(self, wire: Tensor, shard: Tensor, accumulate: bool) -> int:
+    def _reduce_scatter(self, wire: Tensor, shard: Tensor, accumulate: bool, factor: float) -> int:
         received = self._scratch_like(wire)
         dist.all_to_all_single(received.view(torch.uint8), wire.view(torch.uint8), group=self.group)
         for index, part in enumerate(received.view(self.world_size, -1)):
-            _put(shard, part, accumulate or index > 0)
+            _put(shard, part, accumulate or index > 0, factor)
         return _ring_bytes(wire, self.world_size)
 
     def all_gather(self, flat: Tensor) -> int:
@@ -129,11 +143,13 @@ def make_exchange(group: dist.ProcessGroup, wire_dtype: torch.dtype) -> Exchange
     return (GlooExchange if gloo else Exchange)(group, wire_dtype)
 
 
-def _put(shard: Tensor, part: Tensor, accumulate: bool) -> None:
+def _put(shard: Tensor, part: Tensor, accumulate: bool, factor: float) -> None:
     if accumulate:
-        shard.add_(part)
+        shard.add_(part, alpha=factor)
     else:
         shard.copy_(part)
+        if factor != 1.0:
+            shard.mul_(factor)
 
 
 def _ring_bytes(flat: Tensor, world_size: int) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 import threading
 from collections.abc import Mapping
 from contextlib import AbstractContextManager as ContextManager
@@ -20,6 +21,7 @@ from deepspeed.utils import groups, log_dist
 
 from megatron_acco.config import AccoConfig, acco_config
 from megatron_acco.ds_json.optimizers import check_acco_optimizer_object
+from megatron_acco.ds_json.precision import check_device
 from megatron_acco.ds_json.support import check_acco_support
 from megatron_acco.shared_memory import release_shared_memory
 from megatron_acco.zero.optimizer import AccoZeroOptimizer
@@ -39,11 +41,15 @@ class AccoEngine(DeepSpeedEngine):
         config = acco_config(config_class._param_dict)
         assert config is not None, "built for an enabled acco section only"
         check_acco_support(config_class._param_dict)
+        check_device(config_class._param_dict)
         config.check_accumulation_steps(config_class.gradient_accumulation_steps)
         self.acco: AccoConfig = config
         self._held_scheduler: Any = None
         self._lr_kwargs: dict[str, Any] | None = None
         self._last_applied = True
+        self._skipped_in_a_row = 0
+        self._forward_was_real = False
+        self._losses_averaged = False
         super().__init__(*args, config_class=config_class, **kwargs)
         if type(self.optimizer) is not AccoZeroOptimizer:
             raise ValueError(
@@ -63,13 +69,12 @@ class AccoEngine(DeepSpeedEngine):
     def _set_distributed_vars(self, args: Any) -> None:
         """As the base; refuses parallelism that rounds do not know yet before the model is moved or flattened."""
         super()._set_distributed_vars(args)
-        sizes = {
-            "tensor (model) parallel": getattr(self.mpu, "get_model_parallel_world_size", lambda: 1)(),
-            "sequence parallel": groups._get_sequence_parallel_world_size(),
-        }
-        for name, size in sizes.items():
-            if size > 1:
-                raise ValueError(f'acco supports {name} size 1 in this release, got {size}; remove the "acco" section')
+        size = groups._get_sequence_parallel_world_size()
+        if size > 1:
+            raise ValueError(
+                f"acco does not support DeepSpeed's (Ulysses) sequence parallelism, got size {size}; "
+                f'remove it, or the "acco" section'
+            )
 
     def _check_same_on_all_ranks(self) -> None:
         """Ranks that split or scale their updates differently would be averaged wrongly without any error."""
@@ -109,18 +114,75 @@ class AccoEngine(DeepSpeedEngine):
         finally:
             deepspeed_engine.DeepSpeedZeroOptimizer = original
 
+    def _configure_distributed_model(self, model: Any) -> None:
+        """As the base; a state dict of the module is of theta_t, whoever asks for it."""
+        if model._state_dict_pre_hooks:
+            model.state_dict()  # makes an earlier engine that trained this module put theta there, not its estimate
+        super()._configure_distributed_model(model)
+        self._state_dict_hook = self.module.register_state_dict_pre_hook(lambda *unused: self._show_real())
+
     # ---- the user's loop --------------------------------------------------------------------------------------------
 
     def allreduce_gradients(self, *args: Any, **kwargs: Any) -> None:
         """Nothing: gradients stay local until they are handed over to the lane."""
 
+    def _forward_prologue(self, inputs: Any, kwargs: Any) -> Any:
+        """As the base, which hooks every forward of the module: in eval mode it runs at theta_t."""
+        real = not self.module.training
+        if torch.is_grad_enabled():  # a backward that is still to come belongs to the last forward with gradients
+            self._forward_was_real = real
+        if real:
+            self._show_real()
+        else:
+            self.optimizer.show_for_compute()
+        return super()._forward_prologue(inputs, kwargs)
+
+    def _show_real(self) -> None:
+        if isinstance(self.optimizer, AccoZeroOptimizer):  # not while the engine is being built or taken down
+            self.optimizer.show_real()
+
     def _backward_prologue(self) -> None:
         super()._backward_prologue()
+        if not self._forward_was_real:  # a state dict may have been asked for since the forward
+            self.optimizer.show_for_compute()
         self.optimizer.before_backward()
 
     def _backward_epilogue(self) -> None:
         super()._backward_epilogue()
-        self.optimizer.end_micro_batch(self.gradient_accumulation_steps())
+        # torch.autograd.grad() through an output of the engine (a gradient penalty, say) is no micro-batch.
+        by_engine = self._running_engine_backward
+        self.optimizer.end_micro_batch(self.gradient_accumulation_steps(), self._losses_averaged, by_engine)
+
+    def coalesce_grad_reduction(self) -> ContextManager[None]:
+        """As `no_sync`: the base would reduce the gradients itself at the end; they are local until the hand-over."""
+        context: ContextManager[None] = self.no_sync()
+        return context
+
+    def set_train_batch_size(self, train_batch_size: int) -> None:
+        """As the base, between updates only; the same call on all ranks.
+
+        Raises:
+            RuntimeError: in the middle of an update.
+            ValueError: a size that is no multiple, or too small for the halves of mode acco.
+        """
+        if self.optimizer.micro_batches_in_update:
+            raise RuntimeError("set_train_batch_size in the middle of an update; call it after the step() that ends it")
+        samples = self.train_micro_batch_size_per_gpu() * self.dp_world_size
+        self.acco.check_accumulation_steps(train_batch_size // samples)
+        super().set_train_batch_size(train_batch_size)
+        # The base finds the end of an update by the number of micro-batches since the start.
+        self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
+
+    def backward(self, loss: Any, retain_graph: bool = False, scale_wrt_gas: bool = True, **kwargs: Any) -> Any:
+        """As the base: with `scale_wrt_gas=False` an update's gradient is the sum of its micro-batches' over ranks.
+
+        Hugging Face's Trainer does so: it divides by the tokens or micro-batches that an update really has.
+        """
+        self._losses_averaged = not scale_wrt_gas
+        try:
+            return super().backward(loss, retain_graph=retain_graph, scale_wrt_gas=scale_wrt_gas, **kwargs)
+        finally:
+            self._losses_averaged = False
 
     def zero_grad(self) -> None:
         """Nothing: gradients are zeroed when they are handed over, never discarded in between."""
@@ -141,6 +203,7 @@ class AccoEngine(DeepSpeedEngine):
     def _commit_settled(self, report: RoundReport) -> None:
         self._global_grad_norm = report.grad_norm
         self._last_applied = report.applied
+        self._skipped_in_a_row = 0 if report.applied else self._skipped_in_a_row + 1
         if not report.applied:
             self.skipped_steps += 1
             log_dist(
@@ -148,12 +211,32 @@ class AccoEngine(DeepSpeedEngine):
                 f"{report.micro_batches} micro-batches",
                 ranks=[0],
             )
+            limit = self.acco.abort_after_skipped_updates
+            if limit and self._skipped_in_a_row >= limit:
+                raise FloatingPointError(
+                    f"{self._skipped_in_a_row} updates in a row were skipped because the gradient was not finite "
+                    f"(acco.abort_after_skipped_updates is {limit})"
+                )
             return
         scheduler = self._held_scheduler if self.lr_scheduler is None else self.lr_scheduler
         if scheduler is not None:
             _step_scheduler(scheduler, self._lr_kwargs, self.train_batch_size())
 
     # ---- theta_t, checkpoints ---------------------------------------------------------------------------------------
+
+    def destroy(self) -> None:
+        """As the base; the module then holds theta_t, for whoever trains or exports it next.
+
+        Not while an exception is being handled or after the lane has failed: what is in flight may never arrive.
+        """
+        optimizer = getattr(self, "optimizer", None)
+        if isinstance(optimizer, AccoZeroOptimizer) and not optimizer.lane.failed and sys.exc_info()[0] is None:
+            optimizer.show_real()
+        # DeepSpeed leaves its hooks on the module; they would show the estimate again at the next forward.
+        for name in ("_state_dict_hook", "module_forward_pre_hook", "module_forward_post_hook"):
+            if getattr(self, name, None) is not None:
+                getattr(self, name).remove()
+        super().destroy()
 
     def real_parameters(self) -> ContextManager[None]:
         """Context manager: drains what is in flight, shows theta_t in the module, then puts theta~_t back.

@@ -97,6 +97,16 @@ class Lane:
         self._queue.put((ticket, work, ready))
         return ticket
 
+    @property
+    def idle(self) -> bool:
+        """Whether nothing is outstanding."""
+        return self._outstanding is None or self._outstanding.done()
+
+    @property
+    def failed(self) -> bool:
+        """Whether work in the lane has raised."""
+        return self._failure is not None
+
     def poll(self) -> None:
         """Raise the failure of the lane, if it has failed."""
         if self._failure is not None:

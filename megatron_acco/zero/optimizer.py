@@ -14,10 +14,12 @@ from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from torch import Tensor
 
 from megatron_acco.config import AccoConfig
+from megatron_acco.zero.access import link_parameters, unlink_parameters
 from megatron_acco.zero.buffers import GradBuffers, Slot
-from megatron_acco.zero.collectives import clone_group, group_limit, make_exchange
+from megatron_acco.zero.collectives import clone_group, give_back_group, group_limit, make_exchange
 from megatron_acco.zero.estimate import BaseOptimizer, capture_hyper_parameters
 from megatron_acco.zero.lane import Lane, Ticket
+from megatron_acco.zero.parallel import TensorParallel
 from megatron_acco.zero.report import RoundReport
 from megatron_acco.zero.rounds import Launch, Rounds
 from megatron_acco.zero.schedule import COMMIT, PREDICTED, RoundKind, RoundSpec, UpdatePlan, plan_update
@@ -56,6 +58,9 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         self._in_update = 0
         self._since_hand_over = 0
         self._half_done = False
+        self._half_loss_scale = 1.0
+        self._losses_averaged = False
+        self._skipped: bool | None = None
         self._prepared = False
         self._ticket: Ticket[RoundReport] | None = None
         self._pending: RoundSpec | None = None
@@ -66,9 +71,14 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         self._reports: deque[RoundReport] = deque(maxlen=1024)
         self._buffers = GradBuffers(self.bit16_groups_flat, self._slots(), self.gradient_accumulation_dtype)
         self.lane = Lane(f"acco-lane-{dist.get_rank()}", group_limit(self.dp_process_group))
-        exchange = make_exchange(clone_group(self.dp_process_group), self.communication_data_type)
-        base = BaseOptimizer(self.optimizer)
-        self._rounds = Rounds(exchange, base, self.single_partition_of_fp32_groups)
+        self._lane_groups = [clone_group(self.dp_process_group)]
+        exchange = make_exchange(self._lane_groups[0], self.communication_data_type)
+        self._rounds = Rounds(
+            exchange,
+            self._tensor_parallel(exchange.rank),
+            BaseOptimizer(self.optimizer),
+            self.single_partition_of_fp32_groups,
+        )
 
     def _slots(self) -> list[Slot]:
         return [
@@ -77,29 +87,53 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
             for param, offset in zip(params, self.round_robin_bit16_offsets[group], strict=True)
         ]
 
+    def _tensor_parallel(self, rank: int) -> TensorParallel:
+        group = None
+        if self.model_parallel_world_size > 1:
+            group = clone_group(self.model_parallel_group)
+            self._lane_groups.append(group)
+        partitions = [(rank * size, (rank + 1) * size) for size in self.partition_size]
+        return TensorParallel(group, self._slots(), partitions)
+
     # ---- accumulation: called by the engine around each backward --------------------------------------------------
 
     def before_backward(self) -> None:
         """Point every gradient at the accumulating buffer."""
         self.lane.poll()
-        self._buffers.before_backward()
+        if not self._prepared:  # else a second output of the engine in the same graph
+            self._buffers.before_backward()
         self._prepared = True
 
-    def end_micro_batch(self, accumulation_steps: int) -> None:
+    def end_micro_batch(
+        self, accumulation_steps: int, losses_averaged: bool = False, counts_if_empty: bool = True
+    ) -> None:
         """Count one micro-batch; at the end of the first half hand its gradients over.
 
         Args:
             accumulation_steps: micro-batches per rank and update, by which the engine divided the loss.
+            losses_averaged: the engine did not, because the caller sees to it that an update's losses add up to
+                their average, however many micro-batches there are.
+            counts_if_empty: a backward that brought no parameter a gradient is a micro-batch, too.
+
+        Raises:
+            RuntimeError: the micro-batches of an update differ in `losses_averaged`.
         """
-        self._buffers.after_backward(self._prepared)
+        arrived = self._buffers.after_backward(self._prepared)
         self._prepared = False
+        if not arrived and not counts_if_empty:
+            return
+        if self._in_update and losses_averaged != self._losses_averaged:
+            raise RuntimeError("backward(scale_wrt_gas=...) must be the same for all micro-batches of an update")
+        self._losses_averaged = losses_averaged
         self._steps = accumulation_steps
+        if self._since_hand_over == 0:
+            self._half_loss_scale = float(self.loss_scale)
         self._in_update += 1
         self._since_hand_over += 1
         plan = self._current_plan()
         if plan.half is not None and not self._half_done and self._in_update == plan.first_half:
             self._half_done = True
-            self._boundary(plan.half)
+            self._boundary(plan.half, complete=False)
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """The full boundary: launch the commit of this update (replaces the base's synchronous step).
@@ -110,8 +144,8 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         """
         plan = self._current_plan()
         if plan.half is not None and not self._half_done:
-            self._boundary(plan.half)
-        self._boundary(plan.full)
+            self._boundary(plan.half, complete=True)
+        self._boundary(plan.full, complete=True)
         self.update += 1
         self._in_update, self._half_done, self._plan = 0, False, None
 
@@ -127,21 +161,26 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
 
     # ---- rounds ---------------------------------------------------------------------------------------------------
 
-    def _boundary(self, spec: RoundSpec) -> None:
+    def _boundary(self, spec: RoundSpec, complete: bool) -> None:
+        self.show_for_compute()
         self.drain()
+        self._tell_scaler()
         self._install()
         self._buffers.swap()
-        self._launch(spec)
+        self._launch(spec, complete)
         if not spec.overlapped:
             self.drain()
+            self._tell_scaler()
             self._install()
 
-    def _launch(self, spec: RoundSpec) -> None:
+    def _launch(self, spec: RoundSpec, complete: bool) -> None:
         launch = Launch(
             spec=spec,
             update=self.update,
             micro_batches=self._since_hand_over,
-            grad_scale=self._steps / self.loss_scale,
+            grad_scale=float(self._steps),
+            loss_scale=self._half_loss_scale,
+            averaged=complete and self._losses_averaged,
             hyper=capture_hyper_parameters(self.optimizer),
             clip=float(self.clip_grad),
             grads=self._buffers.handed_over,
@@ -167,8 +206,19 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         if report.kind is RoundKind.COMMIT:
             self._settle(report)
 
+    def _tell_scaler(self) -> None:
+        """Tell the loss scaler once how the last commit went; only between halves, so that a half has one scale.
+
+        Raises:
+            Exception: DeepSpeed's, if the smallest loss scale overflows.
+        """
+        if self._skipped is not None:
+            skipped, self._skipped = self._skipped, None
+            self._update_scale(skipped)
+
     def _settle(self, report: RoundReport) -> None:
         self._global_grad_norm = report.grad_norm
+        self._skipped = not report.applied
         if report.applied:
             # Fragments of the optimizer state exist from the first real step on.
             self._lazy_init_hp_params_optimizer_state()
@@ -179,6 +229,8 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         if self._pending is None:
             return
         self._copy(self._buffers.gathered_weights(), self.bit16_groups_flat)
+        # Weights are views that autograd does not know to be rewritten: a backward of a forward at the old ones fails.
+        torch.autograd.graph.increment_version([slot.param for slot in self._slots()])
         self._shows_real = self._pending.shows_real_parameters
         self._pending = None
 
@@ -201,24 +253,72 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
 
     @contextmanager
     def real_parameters(self) -> Iterator[None]:
-        """Show theta_t in the module (draining what is in flight), then put back what compute was shown.
+        """`show_real`, then `show_for_compute` unless theta_t was shown before."""
+        nested = self._stash is not None
+        self.show_real()
+        try:
+            yield
+        finally:
+            if not nested:
+                self.show_for_compute()
+
+    def show_real(self) -> None:
+        """Show theta_t in the module (draining what is in flight), until `show_for_compute`.
 
         Theta is there already as the result of the last commit, except in mode wp, which gathers it (collective).
         """
         self.drain()
         if self._shows_real or self._stash is not None:
-            yield
             return
         self._stash = [flat.clone() for flat in self.bit16_groups_flat]
-        try:
-            if self._pending is not None and self._pending.shows_real_parameters:
-                self._copy(self._buffers.gathered_weights(), self.bit16_groups_flat)
-            else:
-                self._in_lane("the gathering of theta", lambda: self._rounds.gather_masters(self.bit16_groups_flat))
-            yield
-        finally:
+        if self._pending is not None and self._pending.shows_real_parameters:
+            self._copy(self._buffers.gathered_weights(), self.bit16_groups_flat)
+        else:
+            self._in_lane("the gathering of theta", lambda: self._rounds.gather_masters(self.bit16_groups_flat))
+
+    def show_for_compute(self) -> None:
+        """Put back what compute was shown before `show_real`. Changes made to the parameters since are lost."""
+        if self._stash is not None:
             self._copy(self._stash, self.bit16_groups_flat)
             self._stash = None
+
+    # ---- access by name of parameter: see access.py -----------------------------------------------------------------
+
+    def _link_all_hp_params(self) -> None:
+        """As the base; what it hangs on the parameters waits for the lane."""
+        super()._link_all_hp_params()
+        link_parameters(self, self._slots())
+
+    def overwrite_shown(self, slot: Slot, value: Tensor) -> None:
+        """Write `value` into every copy of a parameter's weights on this rank: shown, waiting, put aside."""
+        waiting = self._buffers.gathered_weights() if self._pending is not None else None
+        for weights in (self.bit16_groups_flat, waiting, self._stash):
+            if weights is not None:
+                weights[slot.group].narrow(0, slot.offset, slot.param.numel()).copy_(value.detach().flatten())
+        torch.autograd.graph.increment_version(slot.param)
+
+    def gradient_parts(self, slot: Slot) -> tuple[Tensor, Tensor | None, float, int]:
+        """The gradient sum of the update in progress, unscaled; nothing may be in flight.
+
+        Returns:
+            This rank's sum since the last hand-over [like the parameter] fp32; this rank's shard of what was handed
+            over before in this update [partition], its micro-batches over all ranks; micro-batches in the first.
+        """
+        main_grad: Tensor = slot.param.main_grad  # type: ignore[attr-defined]
+        local = main_grad.detach().float() / self._half_loss_scale
+        kept, count = self._rounds.kept(slot.group)
+        return local, kept, count, self._since_hand_over
+
+    def is_partial_gradient(self, param: torch.nn.Parameter) -> bool:
+        """Whether the local gradient of `param` is completed over the tensor-parallel ranks at the hand-over."""
+        marks = ("sequence_parallel", "average_gradients_across_tp_domain")
+        return self.model_parallel_world_size > 1 and any(getattr(param, mark, False) for mark in marks)
+
+    def averaging_factor(self, micro_batches: float) -> float:
+        """From the sum over ranks of the gradients of `micro_batches` (of this update, on all ranks) to the average."""
+        if self._losses_averaged and self._in_update >= self._steps:
+            return 1.0 / dist.get_world_size(self.dp_process_group)
+        return self._steps / micro_batches
 
     def state_dict(self) -> dict[str, Any]:
         """DeepSpeed's state (theta, optimizer state), and this rank's shard of what compute was shown."""
@@ -234,6 +334,8 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
             "mode": self.acco.mode.value,
             "shown": REAL if self._shows_real else self._shards_to_save(shown),
             "pending": pending,
+            # Told where it would have been without the save, so that saving does not change the training.
+            "untold": self._skipped,
         }
         return state
 
@@ -246,12 +348,13 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
 
     def abandon(self) -> None:
         """Wait for the round in flight and forget it, with all gradients accumulated so far."""
+        self.show_for_compute()
         self.drain()
         self._pending = None
         self._buffers.zero()
         self._rounds.forget_kept()
         self._in_update = self._since_hand_over = 0
-        self._half_done, self._plan, self._extras = False, None, None
+        self._half_done, self._plan, self._extras, self._skipped = False, None, None, None
 
     def restore(self, update: int, loaded: bool) -> None:
         """Continue at the start of update `update`. Collective.
@@ -266,6 +369,7 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
             self._gather_loaded(None, self.bit16_groups_flat)
         self.update = update
         extras, self._extras = self._extras, None
+        self._skipped = extras.get("untold") if extras is not None else None
         self._shows_real = True
         # Weights shown under another mode's rule mean nothing to this one's.
         usable = extras is not None and (extras["version"], extras["mode"]) == (EXTRAS_VERSION, self.acco.mode.value)
@@ -326,8 +430,16 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
     def _clear_param_grad_only(self) -> None:
         """As `zero_grad`."""
 
+    def offload_states(self, *args: Any, **kwargs: Any) -> None:
+        """Refused: the base would move masters and weights away from under the lane."""
+        raise NotImplementedError("offload_states is not supported under ACCO; remove the call")
+
     def destroy(self) -> None:
         """Close the lane and detach the parameters, then what the base does."""
         self.lane.close()
+        if self.lane.idle and not self.lane.failed:
+            while self._lane_groups:
+                give_back_group(self._lane_groups.pop())
         self._buffers.release()
         super().destroy()
+        unlink_parameters(self._slots())

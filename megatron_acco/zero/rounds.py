@@ -12,6 +12,7 @@ from torch import Tensor
 
 from megatron_acco.zero.collectives import Exchange
 from megatron_acco.zero.estimate import BaseOptimizer, Hyper
+from megatron_acco.zero.parallel import TensorParallel
 from megatron_acco.zero.report import RoundReport
 from megatron_acco.zero.schedule import Apply, RoundSpec
 
@@ -27,7 +28,10 @@ class Launch:
         spec: the kind of round.
         update: 0-based number of the update.
         micro_batches: micro-batches that this rank accumulated since the last hand-over.
-        grad_scale: factor that turns the accumulated sum into the sum of per-micro-batch gradients.
+        grad_scale: factor that turns an unscaled sum into the sum of per-micro-batch gradients.
+        loss_scale: the scale with which the gradients of this half were computed; each half is unscaled by its own.
+        averaged: the update is complete, and its gradients add up to its average on each rank (the caller divided the
+            losses himself): divide by the ranks, not by the micro-batches. Holds if all ranks say so.
         hyper: options of every parameter group (learning rate, weight decay, ...).
         clip: largest norm of the averaged gradient; 0 switches clipping off.
         grads: handed-over gradient sums, [n_g] per group, gradient dtype.
@@ -38,6 +42,8 @@ class Launch:
     update: int
     micro_batches: int
     grad_scale: float
+    loss_scale: float
+    averaged: bool
     hyper: list[Hyper]
     clip: float
     grads: list[Tensor]
@@ -47,15 +53,19 @@ class Launch:
 class Rounds:
     """The state that rounds share: master partitions, the kept gradient shard, the lane's groups."""
 
-    def __init__(self, exchange: Exchange, optimizer: BaseOptimizer, masters: list[Tensor]) -> None:
+    def __init__(
+        self, exchange: Exchange, tensor_parallel: TensorParallel, optimizer: BaseOptimizer, masters: list[Tensor]
+    ) -> None:
         """
         Args:
             exchange: collectives on the lane's own data-parallel group.
+            tensor_parallel: the same for the tensor-parallel ranks.
             optimizer: the base optimizer over `masters`.
             masters: fp32 partition per group, [n_g / world_size].
         """
         self.observer: Callable[[RoundSpec, int, list[Tensor], RoundReport], None] | None = None
         self._exchange = exchange
+        self._tensor_parallel = tensor_parallel
         self._optimizer = optimizer
         self._masters = masters
         # g~ of the first half between estimate and commit, the full averaged gradient during a commit: [partition] fp32
@@ -66,14 +76,20 @@ class Rounds:
         """Drop the kept first half."""
         self._kept_micro_batches = None
 
+    def kept(self, index: int) -> tuple[Tensor | None, float]:
+        """The kept shard of group `index` ([partition] fp32, unscaled sum) and its micro-batches over all ranks."""
+        return (None, 0.0) if self._kept_micro_batches is None else (self._shards[index], self._kept_micro_batches)
+
     def run(self, launch: Launch) -> RoundReport:
         """One round. Collective over the lane's group. Mutates masters and optimizer state (commits only)."""
         spec = launch.spec
         report = RoundReport(launch.update, spec.kind, learning_rate=float(launch.hyper[0].get("lr", 0.0)))
         clock = _Clock()
         add_kept = spec.add_kept and self._kept_micro_batches is not None
+        self._tensor_parallel.sum_partial_gradients(launch.grads)
+        unscale = 1.0 / launch.loss_scale
         for grads, shard in zip(launch.grads, self._shards, strict=True):
-            report.bytes_sent += self._exchange.reduce_scatter(grads, shard, accumulate=add_kept)
+            report.bytes_sent += self._exchange.reduce_scatter(grads, shard, accumulate=add_kept, factor=unscale)
         count, scale = self._average(launch, report, add_kept)
         report.reduce_scatter_seconds = clock.lap()
         self._kept_micro_batches = count if spec.keep else None
@@ -106,15 +122,17 @@ class Rounds:
 
         Sets `micro_batches`, `grad_norm` and `applied` of the report. The same numbers on every rank.
         """
-        squares = sum(torch.linalg.vector_norm(shard).double().square() for shard in self._shards)
-        local = [float(squares), float(launch.micro_batches)]
-        square_sum, count = self._exchange.all_reduce(local, self._shards[0].device)
+        device = self._shards[0].device
+        local = [self._tensor_parallel.square_sum(self._shards), float(launch.micro_batches), float(launch.averaged)]
+        square_sum, count, averaged = self._exchange.all_reduce(local, device)
+        square_sum = self._tensor_parallel.all_reduce(square_sum, device)
         total = count + (self._kept_micro_batches or 0.0) if add_kept else count
         report.micro_batches = int(total)
         if total == 0:
             report.applied = False
             return count, 0.0
-        average = launch.grad_scale / total
+        ranks = self._exchange.world_size
+        average = 1.0 / ranks if averaged == ranks else launch.grad_scale / total
         report.grad_norm = math.sqrt(square_sum) * average if square_sum >= 0 else math.nan
         # A half that is not finite makes the kept sum, hence the commit, not finite: both skip, on all ranks.
         report.applied = math.isfinite(report.grad_norm)

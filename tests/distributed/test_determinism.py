@@ -82,10 +82,10 @@ def gradient_owners(run: Run) -> None:
                 engine.backward(engine(*batch(update, torch.distributed.get_rank(), micro)))
                 # Between the first and the last micro-batch of a half the gradient stays with the main thread.
                 if micro in (0, 2):
-                    storages.append(parameter.grad.untyped_storage().data_ptr())
-                    before = parameter.grad.clone()
+                    storages.append(parameter.main_grad.untyped_storage().data_ptr())
+                    before = parameter.main_grad.clone()
                     time.sleep(0.12)  # meanwhile the round of the previous half has run
-                    assert torch.equal(before, parameter.grad)
+                    assert torch.equal(before, parameter.main_grad)
                 engine.step()
         assert len(set(storages)) == 2, "two buffers, swapped at each half"
         assert all(a != b for a, b in itertools.pairwise(storages))

@@ -67,7 +67,29 @@ def test_defaults_hold_where_nothing_is_given() -> None:
         (["--num-query-groups", "2"], "--num-query-groups needs --group-query-attention"),
         (["--group-query-attention", "--num-query-groups", "3"], "not a multiple of --num-query-groups 3"),
         (["--attention-dropout", "1.0"], "--attention-dropout must be in [0, 1), got 1.0"),
-        (["--tensor-model-parallel-size", "2"], "--tensor-model-parallel-size 2 is not supported"),
+        (["--tensor-model-parallel-size", "0"], "--tensor-model-parallel-size must be 1 or more"),
+        (["--tensor-model-parallel-size", "3"], "--num-attention-heads 4 is not a multiple of --tensor-model-parallel"),
+        (["--tensor-model-parallel-size", "4", "--ffn-hidden-size", "66"], "(--ffn-hidden-size) 66 is not a multiple"),
+        (
+            "--tensor-model-parallel-size 4 --group-query-attention --num-query-groups 2".split(),
+            "--num-query-groups 2 is not a multiple of --tensor-model-parallel-size 4",
+        ),
+        (
+            "--tensor-model-parallel-size 4 --seq-length 14 --sequence-parallel".split(),
+            "--seq-length 14 is not a multiple of --tensor-model-parallel-size 4",
+        ),
+        (["--pipeline-model-parallel-size", "2"], "--pipeline-model-parallel-size 2 is not supported"),
+        (["--recompute-granularity", "full"], "--recompute-granularity full needs --recompute-method"),
+        (["--recompute-method", "block"], "--recompute-method needs --recompute-granularity full"),
+        (
+            "--recompute-granularity full --recompute-method block --recompute-num-layers 3".split(),
+            "--recompute-num-layers must be between 1 and --num-layers 2, got 3",
+        ),
+        (["--recompute-modules", "mlp"], "--recompute-modules needs --recompute-granularity selective"),
+        (
+            "--recompute-granularity selective --recompute-modules mlp attention".split(),
+            "--recompute-modules attention: choose from core_attn, mlp",
+        ),
         (["--bf16", "--fp16"], "--bf16 and --fp16 contradict each other"),
         (["--lr-warmup-iters", "3", "--lr-warmup-fraction", "0.1"], "contradict each other; give one"),
         (["--train-data-path", "a"], "--data-path contradicts --train-data-path"),
@@ -180,6 +202,18 @@ def test_batch_sizes_that_do_not_multiply_show_all_numbers() -> None:
     with pytest.raises(ValueError) as caught:
         with_json(JSON, "--lr", "1e-3", "--global-batch-size", "12", ranks=2)
     assert all(number in str(caught.value) for number in ("12", " 2 ", " 4 ", "data-parallel size 2"))
+
+
+def test_the_batch_counts_replicas_not_ranks() -> None:
+    with pytest.raises(ValueError, match=r"not all 4 ranks: tensor-parallel size 2"):
+        with_json(JSON, "--lr", "1", "--global-batch-size", "24", "--tensor-model-parallel-size", "2")
+    resolved = with_json(JSON, "--lr", "1", "--global-batch-size", "16", "--tensor-model-parallel-size", "2")
+    assert resolved.num_microbatches == 4
+
+
+def test_one_tensor_parallel_rank_has_no_sequence_to_split() -> None:
+    assert not parsed("--sequence-parallel").sequence_parallel
+    assert parsed("--sequence-parallel", "--tensor-model-parallel-size", "2").sequence_parallel
 
 
 def test_train_samples_make_whole_updates() -> None:

@@ -94,7 +94,7 @@ def test_acco_zero_defaults_written_out_pass() -> None:
 @pytest.mark.parametrize(
     ("changes", "fragments"),
     [
-        ({"fp16": {"enabled": True}}, ["fp16", "bf16"]),
+        ({"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}}, ["fp16_master_weights_and_grads", "fp32"]),
         ({"fp16": {"enabled": False, "fp16_master_weights_and_grads": True}}, ["fp16_master_weights_and_grads"]),
         ({"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}, ["bf16_master_weights_and_grads"]),
         ({"bfloat16": {"enabled": True, "bf16_optimizer_states": True}}, ["bf16_optimizer_states"]),
@@ -103,6 +103,12 @@ def test_acco_zero_defaults_written_out_pass() -> None:
         ({"communication_data_type": "fp16"}, ["communication_data_type", "bf16 or fp32"]),
         ({"data_types": {"grad_accum_dtype": "fp16"}}, ["data_types.grad_accum_dtype"]),
         ({"data_types": {"grad_accum_dtype": "bf16"}}, ["data_types.grad_accum_dtype", "fp32"]),
+        (
+            {"fp16": {"enabled": True}, "data_types": {"grad_accum_dtype": "bf16"}},
+            ["data_types.grad_accum_dtype", "fp16 or fp32"],
+        ),
+        ({"fp16": {"enabled": True}, "communication_data_type": "bf16"}, ["communication_data_type", "fp16 or fp32"]),
+        ({"bf16": {"enabled": True}, "communication_data_type": "fp16"}, ["communication_data_type", "bf16 or fp32"]),
         ({"managed_gradient_accumulation": False}, ["managed_gradient_accumulation"]),
         ({"prescale_gradients": True}, ["prescale_gradients"]),
         ({"gradient_predivide_factor": 2.0}, ["gradient_predivide_factor"]),
@@ -147,6 +153,9 @@ def test_acco_with_an_unsupported_feature_is_refused(changes: Json, fragments: l
     "changes",
     [
         {"fp16": {"enabled": False, "loss_scale": 0, "auto_cast": True}},
+        {"fp16": {"enabled": True}},
+        {"fp16": {"enabled": True, "loss_scale": 128.0}, "data_types": {"grad_accum_dtype": "fp16"}},
+        {"fp16": {"enabled": True, "hysteresis": 1}, "communication_data_type": "fp32"},
         {"bf16": {"enabled": True}},
         {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}},
         {"bf16": {"enabled": True, "check_grad_overflow": False}, "data_types": {"grad_accum_dtype": "bfloat16"}},

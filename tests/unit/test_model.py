@@ -1,21 +1,27 @@
-"""The GPT model on CPU: attention against the formula, causality, both styles, parameter groups.
+"""The GPT model on CPU: attention against the formula, causality, both styles, parameter groups,
+recomputation, random-number streams.
 
-Runs in a process group of one rank; covers CASES B05 (tied embedding counted once) for the model's side.
+Runs in a process group of one rank; covers CASES B05 (tied embedding counted once, recomputation) for the model's side.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
+from megatron.core.tensor_parallel import get_cuda_rng_tracker
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_acco.training.attention import SdpaCoreAttention
+from megatron_acco.training.checkpoint import random_state, set_random_state
+from megatron_acco.training.environment import seed_everything
 from megatron_acco.training.evaluate import masked_mean
 from megatron_acco.training.model import ModelOptions, build_model, parameter_groups
 
@@ -40,6 +46,7 @@ STYLES = pytest.mark.parametrize("options", [GPT2, LLAMA], ids=["gpt2", "llama"]
 def one_rank() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    seed_everything(0)
     yield
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
@@ -51,7 +58,7 @@ def tokens(batch: int = 2) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def core_attention(dropout: float = 0.0, kind: AttnMaskType = AttnMaskType.causal) -> SdpaCoreAttention:
-    config = SimpleNamespace(context_parallel_size=1, attention_dropout=dropout)
+    config = SimpleNamespace(context_parallel_size=1, attention_dropout=dropout, sequence_parallel=False)
     return SdpaCoreAttention(config, 1, kind, "self")  # type: ignore[arg-type]
 
 
@@ -145,6 +152,74 @@ def test_equal_seeds_give_equal_weights() -> None:
         torch.manual_seed(7)
         models.append(build_model(GPT2, 128).state_dict())
     assert all(torch.equal(models[0][k], models[1][k]) for k in models[0] if torch.is_tensor(models[0][k]))
+
+
+RECOMPUTED = [
+    {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1},
+    {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 2},
+    {"recompute_granularity": "full", "recompute_method": "block", "recompute_num_layers": 1},
+    {"recompute_granularity": "selective"},
+    {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]},
+]
+ATTENTIONS = [4, 4, 3, 4, 4]
+"""Runs of core attention per forward and backward of two layers; without recomputation there are 2."""
+
+
+@STYLES
+@pytest.mark.parametrize(("recomputed", "attentions"), list(zip(RECOMPUTED, ATTENTIONS, strict=True)))
+def test_recomputation_changes_no_bit(
+    options: ModelOptions, recomputed: dict[str, Any], attentions: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With dropout: what is recomputed must be dropped as it was in the forward pass."""
+    calls: list[Any] = []
+    forward = SdpaCoreAttention.forward
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> torch.Tensor:
+        calls.append(self)
+        return forward(self, *args, **kwargs)
+
+    monkeypatch.setattr(SdpaCoreAttention, "forward", counted)
+    ids, positions = tokens()
+
+    def run(settings: dict[str, Any]) -> tuple[list[torch.Tensor], torch.Tensor]:
+        seed_everything(7)
+        model = build_model(dataclasses.replace(options, **settings), 128)
+        gradients = []
+        for _ in range(2):
+            model.zero_grad()
+            model(ids, positions, None, labels=ids).mean().backward()
+            gradients += [p.grad.clone() for p in model.parameters()]
+        return gradients, torch.rand(1)
+
+    wanted, stream = run({})
+    assert len(calls) == 4
+    calls.clear()
+    got, stream_after = run(recomputed)
+    assert len(calls) == 2 * attentions and torch.equal(stream, stream_after)
+    assert all(torch.equal(a, b) for a, b in zip(wanted, got, strict=True))
+
+
+def test_random_streams_are_apart_and_go_on_where_they_were() -> None:
+    seed_everything(3)
+    tracker = get_cuda_rng_tracker()
+    state = random_state()
+
+    def draw() -> list[float]:
+        numbers = [torch.rand(1).item()]
+        with tracker.fork():
+            numbers += torch.rand(2).tolist()
+        numbers += torch.rand(1).tolist()
+        with tracker.fork():
+            numbers += torch.rand(1).tolist()
+        return numbers
+
+    first = draw()
+    assert len(set(first)) == 5 and first[::3] == torch.rand(2, generator=torch.Generator().manual_seed(3)).tolist()
+    assert draw() != first
+    set_random_state(state)
+    assert draw() == first
+    with pytest.raises(RuntimeError, match="no random-number stream other"), tracker.fork("other"):
+        pass
 
 
 def test_vocabulary_is_padded_to_a_multiple() -> None:

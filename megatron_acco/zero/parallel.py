@@ -1,0 +1,93 @@
+"""What a round does over the tensor-parallel ranks: replicated parameters count once, their gradients are summed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from deepspeed.runtime.utils import is_model_parallel_parameter
+from torch import Tensor
+
+from megatron_acco.zero.buffers import Slot
+
+Range = tuple[int, int]
+
+
+class TensorParallel:
+    """The tensor-parallel side of rounds, on the lane's own group. Called in the lane.
+
+    Megatron marks a parameter that is split over the tensor-parallel ranks with `tensor_model_parallel`, and a
+    replicated one whose gradient on each rank is only a part with `sequence_parallel` (layer norms and biases under
+    sequence parallelism) or `average_gradients_across_tp_domain`.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | None, slots: Sequence[Slot], partitions: Sequence[Range]) -> None:
+        """
+        Args:
+            group: the lane's tensor-parallel group, None for size 1.
+            slots: every trainable parameter.
+            partitions: first and last (exclusive) element of this data-parallel rank's shard, per parameter group.
+        """
+        self._group = group
+        size = 1 if group is None else dist.get_world_size(group)
+        self._sums = [slot for slot in slots if size > 1 and getattr(slot.param, "sequence_parallel", False)]
+        self._averages = [
+            slot
+            for slot in slots
+            if size > 1 and slot not in self._sums and getattr(slot.param, "average_gradients_across_tp_domain", False)
+        ]
+        self._size = size
+        # None: the whole shard counts on this rank.
+        self._counted: list[list[Range]] | None = None
+        if size > 1 and dist.get_rank(group) > 0:
+            self._counted = [counted_ranges(slots, index, part) for index, part in enumerate(partitions)]
+
+    def sum_partial_gradients(self, grads: Sequence[Tensor]) -> None:
+        """Complete the gradients of replicated parameters in `grads` ([n_g] per group; mutated). Once per half.
+
+        After it, the copies of a replicated parameter have bit-identical gradients on all tensor-parallel ranks.
+        """
+        slots = self._sums + self._averages
+        if not slots:
+            return
+        views = [grads[slot.group].narrow(0, slot.offset, slot.param.numel()) for slot in slots]
+        flat = torch.cat([view.float() for view in views])
+        dist.all_reduce(flat, group=self._group)
+        parts = flat.split([view.numel() for view in views])
+        for slot, view, part in zip(slots, views, parts, strict=True):
+            view.copy_(part if slot in self._sums else part / self._size)
+
+    def square_sum(self, shards: Sequence[Tensor]) -> float:
+        """Sum of squares of what counts on this rank in `shards` (fp32, one per group)."""
+        if self._counted is None:
+            parts = list(shards)
+        else:
+            parts = [
+                shard[first:last] for shard, ranges in zip(shards, self._counted, strict=True) for first, last in ranges
+            ]
+        return float(sum(torch.linalg.vector_norm(part).double().square() for part in parts))
+
+    def all_reduce(self, value: float, device: torch.device) -> float:
+        """Sum a float64 number over the tensor-parallel ranks."""
+        if self._group is None:
+            return value
+        tensor = torch.tensor([value], dtype=torch.float64, device=device)
+        dist.all_reduce(tensor, group=self._group)
+        return float(tensor)
+
+
+def counted_ranges(slots: Sequence[Slot], group: int, partition: Range) -> list[Range]:
+    """Ranges, relative to the shard `partition` of `group`, that hold split parameters; neighbours are merged."""
+    first, last = partition
+    ranges: list[Range] = []
+    for slot in slots:
+        if slot.group != group or not is_model_parallel_parameter(slot.param):
+            continue
+        begin, end = max(slot.offset, first) - first, min(slot.offset + slot.param.numel(), last) - first
+        if begin >= end:
+            continue
+        if ranges and ranges[-1][1] == begin:
+            begin = ranges.pop()[0]
+        ranges.append((begin, end))
+    return ranges
