@@ -205,18 +205,15 @@ def _train(args: argparse.Namespace, run: RunFolder, corpus: Path, saved: int) -
     with run.log.open("ab") as log:
         log.write(f"\n$ {shlex.join(command)}\n".encode())
         log.flush()
-        try:
-            code = children.run(
-                command,
-                environment=environment,
-                cwd=ROOT,
-                output=log,
-                poll=view.show_new,
-                ask_to_stop=_ask_ranks_to_save,
-                grace_seconds=60.0,
-            )
-        finally:
-            _remove_shared_memory(command[command.index("--master_port") + 1])
+        code = children.run(
+            command,
+            environment=environment,
+            cwd=ROOT,
+            output=log,
+            poll=view.show_new,
+            ask_to_stop=_ask_ranks_to_save,
+            grace_seconds=60.0,
+        )
     view.show_new()
     if code != 0:
         raise QuickstartError(f"training ended with exit code {code}; the end of {run.log}:\n\n{_tail(run.log, 40)}")
@@ -293,12 +290,6 @@ def _ask_ranks_to_save(launcher: int) -> None:
     with contextlib.suppress(psutil.NoSuchProcess):
         for child in psutil.Process(launcher).children():
             child.terminate()
-
-
-def _remove_shared_memory(port: str) -> None:
-    """DeepSpeed's CPU communication op keeps 66 MB of memory per rank in files that it never removes."""
-    for path in Path("/dev/shm").glob(f"deepspeed_allreduce_buffer_{os.getuid()}_*_{port}_*"):
-        path.unlink(missing_ok=True)
 
 
 def _environment() -> dict[str, str]:

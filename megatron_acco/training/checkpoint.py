@@ -277,7 +277,8 @@ def set_random_state(state: Mapping[str, Any]) -> None:
     random.setstate(state["python"])
     numpy.random.set_state(state["numpy"])
     torch.set_rng_state(state["torch"])
-    get_cuda_rng_tracker().set_states(state["tensor_parallel"])
+    if "tensor_parallel" in state:  # not on the CPU before tensor parallelism was supported
+        get_cuda_rng_tracker().set_states(state["tensor_parallel"])
     if torch.cuda.is_available() and "accelerator" in state:
         get_accelerator().set_rng_state(state["accelerator"])
 

@@ -230,7 +230,8 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
             return
         self._copy(self._buffers.gathered_weights(), self.bit16_groups_flat)
         # Weights are views that autograd does not know to be rewritten: a backward of a forward at the old ones fails.
-        torch.autograd.graph.increment_version([slot.param for slot in self._slots()])
+        for slot in self._slots():
+            torch.autograd.graph.increment_version(slot.param)
         self._shows_real = self._pending.shows_real_parameters
         self._pending = None
 
@@ -387,7 +388,7 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
 
     def _all_ranks(self, flag: bool) -> bool:
         tensor = torch.tensor([int(flag)], dtype=torch.int32, device=self.bit16_groups_flat[0].device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MIN, group=self.dp_process_group)
+        dist.all_reduce(tensor, op=dist.ReduceOp.MIN)  # tensor-parallel ranks of a replica, too
         return bool(tensor.item())
 
     def _shards_to_save(self, weights: list[Tensor]) -> list[Tensor]:

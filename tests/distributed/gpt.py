@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from tests.distributed.precision import fp16_allowed, fp16_section
+
 VOCABULARY, LENGTH, GAS, REPLICAS, CLIP = 64, 16, 4, 2, 0.25
 GPT2 = {"num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": LENGTH}
 LLAMA = {
@@ -36,7 +38,8 @@ class Case:
     Attributes:
         mode: acco mode, or None for DeepSpeed's own ZeRO-1.
         options: further model options.
-        poison: (update, micro-batch) whose gradient is NaN in one element on tensor-parallel rank 1 of replica 0.
+        poison: (update, micro-batch) whose gradient is NaN (fp16: infinite) in one element on tensor-parallel rank 1 of
+            replica 0.
     """
 
     style: str = "gpt2"
@@ -46,13 +49,17 @@ class Case:
     updates: int = 10
     dropout: float = 0.0
     bf16: bool = False
+    fp16: bool = False
     options: dict[str, Any] = field(default_factory=dict)
     poison: tuple[int, int] | None = None
 
 
 @dataclass
 class Outcome:
-    """What a rank saw: parameters by name (value before and after, how it is split), gradient norms, losses."""
+    """What a rank saw: parameters by name (value before and after, how it is split), gradient norms, losses.
+
+    `scales` has the loss scale of every micro-batch.
+    """
 
     tp_rank: int
     dp_rank: int
@@ -63,6 +70,7 @@ class Outcome:
     applied: list[bool]
     skipped: int
     losses: list[float]
+    scales: list[float]
 
 
 @contextlib.contextmanager
@@ -86,7 +94,7 @@ def build(case: Case) -> Any:
 
     shape = {**STYLES[case.style], "hidden_dropout": case.dropout, "attention_dropout": case.dropout, **case.options}
     seed_everything(1)
-    dtype = torch.bfloat16 if case.bf16 else torch.float32
+    dtype = torch.bfloat16 if case.bf16 else torch.float16 if case.fp16 else torch.float32
     model = build_model(ModelOptions(**shape), VOCABULARY, dtype, case.sequence_parallel)
     seed_dropout(1)
     return model
@@ -107,6 +115,8 @@ def engine_of(case: Case, model: Any, gas: int) -> Any:
         "bf16": {"enabled": case.bf16},
         "steps_per_print": 10**9,
     }
+    if case.fp16:
+        config |= fp16_section()
     if case.mode is not None:
         config["acco"] = {"mode": case.mode}
     groups = parameter_groups(model)
@@ -128,13 +138,13 @@ def train(case: Case) -> Outcome:
     import megatron_acco
     from megatron_acco.training.environment import Mpu
 
-    with parallel(case.tp):
+    with parallel(case.tp), fp16_allowed():
         replica, replicas = Mpu.get_data_parallel_rank(), Mpu.get_data_parallel_world_size()
         gas = GAS * REPLICAS // replicas
         model = build(case)
         initial, split = snapshot(model), {name: split_of(p) for name, p in model.named_parameters()}
         engine = engine_of(case, model, gas)
-        losses, norms = [], []
+        losses, norms, scales = [], [], []
         for update in range(case.updates):
             for micro in range(gas):
                 of_replica, of_micro = (
@@ -142,10 +152,11 @@ def train(case: Case) -> Outcome:
                 )
                 tokens, labels = batch(update, of_micro, of_replica)
                 positions = torch.arange(LENGTH).expand(2, -1)
+                scales.append(float(engine.optimizer.loss_scale))
                 loss = engine(tokens, positions, None, labels=labels).float().mean()
                 engine.backward(loss)
                 if case.poison == (update, micro) and (Mpu.get_model_parallel_rank(), replica) == (1, 0):
-                    next(iter(model.parameters())).main_grad.view(-1)[3] = float("nan")
+                    next(iter(model.parameters())).main_grad.view(-1)[3] = float("inf" if case.fp16 else "nan")
                 engine.step()
                 losses.append(loss.item())
             if case.mode is None:
@@ -164,6 +175,7 @@ def train(case: Case) -> Outcome:
             applied=[report.applied for report in reports],
             skipped=engine.skipped_steps,
             losses=losses,
+            scales=scales,
         )
         engine.destroy()
         return outcome

@@ -98,6 +98,20 @@ def test_nan_on_one_tensor_parallel_rank_skips_the_update_everywhere(ranks: Call
     assert all(torch.equal(value, first[name]) for name, value in whole(poisoned).items())
 
 
+@pytest.mark.parametrize("micro", [0, 3], ids=["first half", "second half"])
+def test_fp16_overflow_on_one_tensor_parallel_rank_lowers_the_scale_once_everywhere(
+    ranks: Callable, micro: int
+) -> None:
+    case = Case(tp=2, fp16=True, updates=3, poison=(1, micro))
+    outcomes = ranks(4).run(gpt.train, case)
+    for outcome in outcomes:
+        assert outcome.skipped == 1
+        assert outcome.applied == [True, True, micro != 0, False, True, True]
+        # The commit of update 1 is settled at the half boundary of update 2; a half has one scale.
+        assert outcome.scales == [256.0] * 2 * gpt.GAS + [256.0] * (gpt.GAS // 2) + [128.0] * (gpt.GAS // 2)
+    whole(outcomes)
+
+
 # ---- dropout ------------------------------------------------------------------------------------------------------
 
 

@@ -160,6 +160,35 @@ def test_other_ways_to_write_the_loop_change_no_bit(ranks, usual: list[Round], l
     assert_same_bits(usual, rounds)
 
 
+def train_with_a_short_last_update(divided_by_the_caller: bool) -> tuple[list[Round], list[Any]]:
+    """Job: the training RUN, whose data end one micro-batch before its last update is full."""
+    with running(RUN) as (engine, zero):
+        rounds = record_rounds(zero)
+        for update in range(RUN.updates):
+            steps = RUN.gas - (update == RUN.updates - 1)
+            for micro in range(steps):
+                engine.set_gradient_accumulation_boundary(micro == steps - 1)
+                loss = engine(*batch(update, rank(), micro))
+                if divided_by_the_caller:
+                    engine.backward(loss / steps, scale_wrt_gas=False)
+                else:
+                    engine.backward(loss)
+                engine.step()
+        drain(engine)
+        return rounds, layout(engine, zero)
+
+
+def test_a_short_update_divided_by_the_caller_is_the_average_of_what_it_has(ranks) -> None:
+    usual, divided = (assemble(ranks(2).run(train_with_a_short_last_update, by_caller)) for by_caller in (False, True))
+    for ours, theirs in zip(divided, usual, strict=True):
+        assert ours.micro_batches == theirs.micro_batches
+        assert error(ours.masters, theirs.masters) < TOLERANCE
+        # Only the estimate is made before it is known that the update is short.
+        if ours.kind == "commit":
+            assert ours.grad_norm == pytest.approx(theirs.grad_norm, rel=TOLERANCE)
+    assert divided[-1].micro_batches == 2 * (RUN.gas - 1)
+
+
 def stale_graph(retain: bool) -> str:
     """Job: a backward after the half boundary, of a forward before it."""
     with running(RUN) as (engine, _):

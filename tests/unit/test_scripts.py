@@ -167,22 +167,6 @@ def test_a_run_with_another_corpus_is_not_continued(scripts: Any, tmp_path: Path
         quickstart._check_same_run(run, "two")
 
 
-@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no shared memory files")
-def test_only_the_shared_memory_of_this_launch_is_removed(scripts: Any) -> None:
-    quickstart = scripts("quickstart")
-    # Ports above 65535 belong to no launch.
-    names = [f"deepspeed_allreduce_buffer_{os.getuid()}_127.0.0.1_{port}_0" for port in (99991, 99992)]
-    mine, other = (Path("/dev/shm") / name for name in names)
-    try:
-        mine.write_bytes(b"x")
-        other.write_bytes(b"x")
-        quickstart._remove_shared_memory("99991")
-        assert not mine.exists() and other.exists()
-    finally:
-        mine.unlink(missing_ok=True)
-        other.unlink(missing_ok=True)
-
-
 def test_an_interrupted_compilation_is_named_and_forgotten_when_old(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
