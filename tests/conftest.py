@@ -1,41 +1,8 @@
-"""Fixtures shared by all tests."""
+"""Settings shared by all tests."""
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from typing import Any
-
-import pytest
 
 # Before anything imports torch: the ranks are many, the cores few.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-
-
-@pytest.fixture(scope="session")
-def ranks() -> Iterator[Callable]:
-    """`ranks(n)`: the session's pool of n gloo ranks (started at first use, closed at the end)."""
-    from tests.distributed.harness import RankPool, load_kernels
-
-    pools: dict[int, RankPool] = {1: RankPool(1)}
-    # DeepSpeed compiles its CPU kernels at first use on a machine: not within the time limit of some test.
-    pools[1].run(load_kernels, timeout=600.0)
-
-    def get(world_size: int) -> RankPool:
-        if world_size not in pools:
-            pools[world_size] = RankPool(world_size)
-        return pools[world_size]
-
-    yield get
-    for pool in pools.values():
-        pool.close()
-
-
-@pytest.fixture
-def doomed() -> Iterator[Any]:
-    """Two ranks of which one will fail (a RankPool)."""
-    from tests.distributed.harness import RankPool
-
-    pool = RankPool(2)
-    yield pool
-    pool.close()

@@ -73,13 +73,21 @@ class Outcome:
     scales: list[float]
 
 
+# Megatron's groups by tensor-parallel size, in each process of a pool. Each group has threads; groups that one rank
+# forgets sooner than another keep the other's busy with closed connections.
+_groups: dict[int, dict[str, Any]] = {}
+
+
 @contextlib.contextmanager
 def parallel(tp: int) -> Iterator[None]:
     """Megatron's groups over the ranks of the pool; afterwards neither it nor DeepSpeed knows of them."""
     from deepspeed.utils import groups
     from megatron.core import parallel_state
 
-    parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, create_gloo_process_groups=False)
+    if tp not in _groups:
+        parallel_state.initialize_model_parallel(tensor_model_parallel_size=tp, create_gloo_process_groups=False)
+        _groups[tp] = {name: value for name, value in vars(parallel_state).items() if name.startswith("_")}
+    vars(parallel_state).update(_groups[tp])
     try:
         yield
     finally:

@@ -60,7 +60,7 @@ def rank(index):
     answers = [train({}), train({"bf16": {"enabled": True}})]
     known = "megatron_acco" in sys.modules
     torch.distributed.barrier()
-    print("RESULT " + json.dumps([index, known, answers]), flush=True)
+    os.write(1, ("RESULT " + json.dumps([index, known, answers]) + "\\n").encode())  # in one piece
     os._exit(0)
 
 children = []
