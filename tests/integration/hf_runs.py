@@ -471,7 +471,7 @@ def main() -> None:
         "best": best_model,
         "accelerate": accelerate_loop,
     }
-    chosen = sys.argv[1:-1]
+    chosen = [name for name in sys.argv[1:-1] if name in runs]  # not what the launcher adds
     for name, run in runs.items():
         if not chosen or name in chosen:
             result = run(folder)
