@@ -26,6 +26,14 @@ class Accumulation(StrEnum):
     """How many micro-batches make a half."""
 
     FIXED = "fixed"
+    ADAPTIVE = "adaptive"
+
+
+class Fallback(StrEnum):
+    """What to do when communication cannot be hidden and synchronous rounds would be faster."""
+
+    WARN = "warn"
+    AUTO = "auto"
 
 
 def _option(default: Any, doc: str) -> Any:
@@ -53,7 +61,26 @@ class AccoConfig:
     accumulation: Accumulation = _option(
         Accumulation.FIXED,
         "`fixed`: `gradient_accumulation_steps` is the number of micro-batches per rank and update, as in "
-        "ZeRO-1; batch size, learning-rate schedule and global steps mean what they mean there.",
+        "ZeRO-1; batch size, learning-rate schedule and global steps mean what they mean there. "
+        "`adaptive`: that is the smallest update; a half goes on until the exchange in flight is done, so that no "
+        "rank ever waits. Fast ranks then contribute more micro-batches than slow ones, the batch grows with the "
+        "exchange, and runs are not bit-reproducible.",
+    )
+    max_micro_batches_per_half: int = _option(
+        64,
+        "`adaptive` only: a rank that has done this many micro-batches in a half waits for the exchange. Bounds the "
+        "batch on a link that is too slow for the model.",
+    )
+    lr_batch_scaling: bool = _option(
+        False,
+        "`adaptive` only: multiply the learning rate of every update by the square root of its batch over the "
+        "configured one (`train_batch_size`).",
+    )
+    fallback: Fallback = _option(
+        Fallback.WARN,
+        "What happens when the exchanges of an update take longer than compute can hide, so that ZeRO-1's rule would "
+        "be faster: `warn` says so in the log; `auto` changes to `sync` rounds at an update boundary, on all ranks "
+        "together, and back when `mode` would be faster again.",
     )
     estimate_fraction: float = _option(
         0.5,
@@ -102,6 +129,19 @@ class AccoConfig:
         for name in ("warmup_updates", "abort_after_skipped_updates"):
             if getattr(self, name) < 0:
                 raise ValueError(f'"{where}.{name}" must be 0 or more, got {getattr(self, name)}')
+        if self.max_micro_batches_per_half < 1:
+            raise ValueError(
+                f'"{where}.max_micro_batches_per_half" must be 1 or more, got {self.max_micro_batches_per_half}'
+            )
+        if self.lr_batch_scaling and not self.adaptive:
+            raise ValueError(
+                f'"{where}.lr_batch_scaling" needs "accumulation": "adaptive"; with a fixed batch set the learning rate'
+            )
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether halves end when the exchange in flight does."""
+        return self.accumulation is Accumulation.ADAPTIVE
 
     def check_accumulation_steps(self, steps: int) -> None:
         """Raise ValueError if an update of `steps` micro-batches per rank cannot be split into two halves."""
@@ -140,7 +180,7 @@ def unknown_key_message(path: str, key: str, known: Any) -> str:
 def _parse(path: str, default: Any, value: Any) -> Any:
     """`value` as the type of `default`; no conversions, so that a wrong type is an error here and not later."""
     assert default is not MISSING
-    if value == "auto":
+    if value == "auto" and not isinstance(default, Fallback):
         raise ValueError(f'"{path}" is "auto", which nothing resolves; give a value')
     if isinstance(default, Enum):
         choices = [member.value for member in type(default)]

@@ -64,8 +64,12 @@ def check_resolved(config: Mapping[str, Any], ignore: tuple[str, ...] = ()) -> N
 
 
 def unresolved(config: Mapping[str, Any]) -> Iterator[str]:
-    """Paths of the values that are "auto" and for which "auto" is not DeepSpeed's own default."""
-    yield from _unresolved(config, deepspeed_schema(), "")
+    """Paths of the values that are "auto" and for which "auto" is not DeepSpeed's own default.
+
+    Not of the acco section, which has an "auto" of its own; AccoConfig refuses the others.
+    """
+    rest = {key: value for key, value in config.items() if key != SECTION}
+    yield from _unresolved(rest, deepspeed_schema(), "")
 
 
 def _unresolved(value: Any, node: Leaf | Section, path: str) -> Iterator[str]:

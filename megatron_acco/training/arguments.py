@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from megatron_acco import ds_json
+from megatron_acco.config import acco_config
 from megatron_acco.ds_json import ArgumentValue
 from megatron_acco.training.checkpoint import CheckpointOptions
 from megatron_acco.training.data import DataOptions
@@ -123,6 +124,17 @@ class Arguments:
             return self.training.train_iters
         assert self.training.train_samples is not None
         return self.training.train_samples // self.global_batch_size
+
+    @property
+    def adaptive(self) -> bool:
+        """Whether updates grow with the exchange, so that the run's length is counted in samples."""
+        acco = acco_config(self.deepspeed)
+        return acco is not None and acco.adaptive
+
+    @property
+    def train_samples(self) -> int:
+        """Samples to train for; with adaptive accumulation the last update may go beyond."""
+        return self.train_iters * self.global_batch_size
 
     @property
     def sequence_parallel(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -35,6 +36,32 @@ class ConsumedSampleSampler(Sampler[list[int]]):
 
     def __len__(self) -> int:
         return max(0, self.total - self.consumed) // (self.micro_batch_size * self.ranks)
+
+
+class OwnStreamSampler(Sampler[list[int]]):
+    """Micro-batches of one data-parallel rank that goes at its own speed, without end.
+
+    Micro-batch k of rank r takes the samples that it would take if all ranks were equally fast; a rank that is faster
+    than the others is further ahead in its own stream, which no other rank reads. Past the end of the samples, which
+    only a rank much faster than the others can reach, its stream begins again.
+    """
+
+    def __init__(self, total: int, position: int, micro_batch_size: int, rank: int, ranks: int) -> None:
+        """
+        Args:
+            total: samples that there are.
+            position: micro-batches that this rank has done before.
+        """
+        self.stride = micro_batch_size * ranks
+        self.length = total // self.stride
+        self.position = position
+        self.micro_batch_size = micro_batch_size
+        self.offset = rank * micro_batch_size
+
+    def __iter__(self) -> Iterator[list[int]]:
+        for index in itertools.count(self.position):
+            start = index % self.length * self.stride + self.offset
+            yield list(range(start, start + self.micro_batch_size))
 
 
 class EvaluationSampler(Sampler[list[int]]):

@@ -12,7 +12,7 @@ import os
 import random
 import zipfile
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -79,6 +79,17 @@ class TrainState:
     consumed_train_samples: int = 0
     best_validation_loss: float = float("inf")
     train_seconds: float = 0.0
+    micro_batches_by_rank: list[int] = field(default_factory=list)
+
+    def position(self, rank: int, ranks: int) -> int:
+        """Micro-batches that data-parallel rank `rank` of `ranks` has done of its own stream of samples.
+
+        On another number of ranks the streams are cut anew, behind the furthest rank: no sample comes twice.
+        """
+        before = self.micro_batches_by_rank
+        if len(before) == ranks:
+            return before[rank]
+        return -(-max(before, default=0) * len(before) // ranks)
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import DataLoader
 
+import megatron_acco
 from megatron_acco.training.arguments import Arguments
 from megatron_acco.training.batches import Batch, to_device
 from megatron_acco.training.checkpoint import Checkpointer, TrainState
@@ -32,6 +33,24 @@ class Run:
     checkpointer: Checkpointer
     control: dist.ProcessGroup
 
+    @property
+    def finished(self) -> bool:
+        """Whether the run is as long as it was to be. The same on all ranks at the same update."""
+        if self.arguments.adaptive:
+            return self.state.consumed_train_samples >= self.arguments.train_samples
+        return self.state.iteration >= self.arguments.train_iters
+
+    def count_samples(self) -> None:
+        """Count the samples consumed, at the end of an update.
+
+        With adaptive accumulation nobody knows how many micro-batches the others did before the commit is there: what
+        counts is what has been committed, which all ranks know at the same update.
+        """
+        if self.arguments.adaptive:
+            self.state.consumed_train_samples = self.engine.global_samples
+        else:
+            self.state.consumed_train_samples += self.arguments.global_batch_size
+
 
 def train(run: Run) -> Stop:
     """Train to the end of the run or to the first reason to stop. Collective over all ranks.
@@ -46,10 +65,10 @@ def train(run: Run) -> Stop:
     first, evaluated = state.iteration, state.iteration
     run.log.clock.resume()
     with vote.listening():
-        while state.iteration < run.arguments.train_iters and stop is Stop.NO:
+        while not run.finished and stop is Stop.NO:
             learning_rate = train_update(run, batches)
             state.iteration += 1
-            state.consumed_train_samples += run.arguments.global_batch_size
+            run.count_samples()
             run.log.end_update(state, learning_rate)
             stop = vote.exchange()
             if _due(state, training.eval_interval) and stop is Stop.NO:
@@ -60,7 +79,7 @@ def train(run: Run) -> Stop:
             if _due(state, training.exit_interval):
                 break
         late = vote.finish()
-        finished = state.iteration >= run.arguments.train_iters
+        finished = run.finished
         run.log.flush()
         if finished and stop is Stop.NO and state.iteration > first:
             if evaluated != state.iteration:
@@ -77,7 +96,8 @@ def train_update(run: Run, batches: Iterator[Batch]) -> float:
         The learning rate of the update.
     """
     engine, learning_rate = run.engine, 0.0
-    for _ in range(run.arguments.num_microbatches):
+    update = engine.global_steps
+    while engine.global_steps == update:
         batch = to_device(next(batches), engine.device)
         loss = masked_mean(token_losses(engine, batch), batch["loss_mask"])
         engine.backward(loss)
@@ -105,6 +125,9 @@ def save(run: Run) -> None:
     """Save a checkpoint at this update. Not counted as training time."""
     run.log.clock.pause()
     run.log.flush()
+    if run.arguments.adaptive:
+        megatron_acco.drain(run.engine)
+        run.count_samples()
     run.log.note_time(run.state)
     folder = run.checkpointer.save(run.state)
     if folder is not None and dist.get_rank() == 0:

@@ -62,4 +62,8 @@ def report_start(plan: Plan, run: Run, threads: str) -> None:
         print(f" NOTICE: no checkpoint in {arguments.checkpoint.load} yet; training starts fresh")
     elif arguments.checkpoint.save is not None and (Path(arguments.checkpoint.save) / "latest").is_file():
         print(f" NOTICE: {arguments.checkpoint.save} holds the checkpoint of a run before; the first save replaces it")
-    print(f" training from iteration {run.state.iteration} to {arguments.train_iters}", flush=True)
+    if arguments.adaptive:
+        goal = f"sample {run.state.consumed_train_samples} to {arguments.train_samples}"
+    else:
+        goal = f"iteration {run.state.iteration} to {arguments.train_iters}"
+    print(f" training from {goal}", flush=True)

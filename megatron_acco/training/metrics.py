@@ -45,7 +45,10 @@ class LoggingOptions:
 @dataclass
 class IterationRecord:
     """One logged iteration. Means are over the iterations since the last record. Figures of the lane are None where
-    no round ran (DeepSpeed's own ZeRO-1)."""
+    no round ran (DeepSpeed's own ZeRO-1).
+
+    Lists have one entry per data-parallel rank: micro-batches in all, and milliseconds per round.
+    """
 
     iteration: int
     consumed_samples: int
@@ -61,11 +64,19 @@ class IterationRecord:
     communication_ms_per_round: float | None = None
     exposed_wait_ms_per_round: float | None = None
     communication_hidden_percent: float | None = None
+    compute_ms_per_micro_batch: float | None = None
+    bytes_sent_per_round: float | None = None
+    micro_batches_by_rank: list[int] = dataclasses.field(default_factory=list)
+    compute_ms_by_rank: list[float] = dataclasses.field(default_factory=list)
+    reduce_scatter_ms_by_rank: list[float] = dataclasses.field(default_factory=list)
+    optimizer_ms_by_rank: list[float] = dataclasses.field(default_factory=list)
+    all_gather_ms_by_rank: list[float] = dataclasses.field(default_factory=list)
+    exposed_wait_ms_by_rank: list[float] = dataclasses.field(default_factory=list)
 
-    def line(self, train_iters: int) -> str:
-        """Megatron's line, with the figures of the rounds."""
+    def line(self, train_iters: int | None) -> str:
+        """Megatron's line, with the figures of the rounds. `train_iters` None: the run's length is its samples."""
         parts = [
-            f" iteration {self.iteration:8d}/{train_iters:8d}",
+            f" iteration {self.iteration:8d}" + (f"/{train_iters:8d}" if train_iters is not None else ""),
             f"consumed samples: {self.consumed_samples:12d}",
             f"elapsed time per iteration (ms): {self.elapsed_ms_per_iteration:.1f}",
             f"learning rate: {self.learning_rate:.6E}",
@@ -75,6 +86,11 @@ class IterationRecord:
             f"number of skipped iterations: {self.skipped_iterations:3d}",
             f"tokens per second: {self.tokens_per_second:.1f}",
         ]
+        counts = self.micro_batches_by_rank
+        if counts and min(counts) != max(counts):
+            parts.append(f"micro-batches per rank: {min(counts)} to {max(counts)}")
+        if self.compute_ms_per_micro_batch is not None:
+            parts.append(f"compute per micro-batch (ms): {self.compute_ms_per_micro_batch:.1f}")
         if self.communication_ms_per_round is not None:
             parts += [
                 f"communication time per round (ms): {self.communication_ms_per_round:.1f}",
@@ -126,7 +142,7 @@ class TrainingLog:
         options: LoggingOptions,
         metrics: MetricsFile | None,
         control: dist.ProcessGroup,
-        train_iters: int,
+        train_iters: int | None,
         sequence_length: int,
         state: TrainState,
     ) -> None:
@@ -139,6 +155,7 @@ class TrainingLog:
         self.clock = Stopwatch(state.train_seconds)
         self._loss = torch.zeros(2, device=engine.device, dtype=torch.float32)
         self._iterations = 0
+        self._consumed = state.consumed_train_samples
         self._skipped = engine.skipped_steps
         self._rounds: list[_Round] = []
         self._commits: dict[int, megatron_acco.RoundReport] = {}
@@ -202,7 +219,8 @@ class TrainingLog:
         loss = self._loss.double().cpu()
         elapsed = self.clock.lap()
         self.note_time(state)
-        batch = self.engine.train_batch_size()
+        samples = state.consumed_train_samples - self._consumed
+        self._consumed = state.consumed_train_samples
         record = IterationRecord(
             iteration=state.iteration,
             consumed_samples=state.consumed_train_samples,
@@ -210,8 +228,8 @@ class TrainingLog:
             train_seconds=state.train_seconds,
             elapsed_ms_per_iteration=elapsed * 1000.0 / self._iterations,
             learning_rate=learning_rate,
-            global_batch_size=batch,
-            tokens_per_second=self._iterations * batch * self.sequence_length / elapsed,
+            global_batch_size=round(samples / self._iterations),
+            tokens_per_second=samples * self.sequence_length / elapsed,
         )
         if not isinstance(self.engine, megatron_acco.AccoEngine):
             record.grad_norm = _as_float(self.engine.get_global_grad_norm())
@@ -249,6 +267,8 @@ class TrainingLog:
         if rounds:
             seconds = sum(r.report.communication_seconds for r in rounds)
             record.communication_ms_per_round = 1000.0 * seconds / len(rounds)
+            record.bytes_sent_per_round = sum(r.report.bytes_sent for r in rounds) / len(rounds)
+            _add_ranks(record, [r.report for r in rounds])
         undisturbed = [r.report for r in rounds if not r.drained]
         if undisturbed:
             lane = sum(report.seconds for report in undisturbed)
@@ -316,6 +336,23 @@ class Stopwatch:
 
 def _number(value: float | None, form: str) -> str:
     return "n/a" if value is None else format(value, form)
+
+
+def _add_ranks(record: IterationRecord, reports: list[megatron_acco.RoundReport]) -> None:
+    ranks = list(zip(*(report.by_rank for report in reports), strict=True))
+    record.micro_batches_by_rank = [sum(part.micro_batches for part in parts) for parts in ranks]
+
+    def ms(name: str) -> list[float]:
+        return [1000.0 * sum(getattr(part, name) for part in parts) / len(reports) for parts in ranks]
+
+    record.compute_ms_by_rank = ms("compute_seconds")
+    record.reduce_scatter_ms_by_rank = ms("reduce_scatter_seconds")
+    record.optimizer_ms_by_rank = ms("optimizer_seconds")
+    record.all_gather_ms_by_rank = ms("all_gather_seconds")
+    record.exposed_wait_ms_by_rank = ms("wait_seconds")
+    if any(record.micro_batches_by_rank):
+        compute = sum(record.compute_ms_by_rank) * len(reports)
+        record.compute_ms_per_micro_batch = compute / sum(record.micro_batches_by_rank)
 
 
 def _as_float(value: Any) -> float | None:

@@ -11,13 +11,19 @@ from typing import Any
 
 import torch.distributed as dist
 from megatron.core import parallel_state
+from torch.utils.data import Sampler
 
 import megatron_acco
 from megatron_acco import ds_json
 from megatron_acco.ops import prepare_cpu_ops
 from megatron_acco.training import environment
 from megatron_acco.training.arguments import Arguments, parse_arguments, resolve
-from megatron_acco.training.batches import ConsumedSampleSampler, EvaluationSampler, build_loader
+from megatron_acco.training.batches import (
+    ConsumedSampleSampler,
+    EvaluationSampler,
+    OwnStreamSampler,
+    build_loader,
+)
 from megatron_acco.training.checkpoint import (
     Checkpointer,
     Found,
@@ -35,6 +41,9 @@ from megatron_acco.training.model import build_model, parameter_groups
 from megatron_acco.training.replicated import sum_partial_gradients_in_backward
 from megatron_acco.training.schedule import Schedule, resolve_schedule
 from megatron_acco.training.tokenizer import build_tokenizer
+
+# With adaptive accumulation: samples of a rank's stream, over those that it takes if all ranks are equally fast.
+_FASTEST = 2
 
 
 @dataclass(frozen=True)
@@ -66,9 +75,7 @@ def make_plan(argv: Sequence[str] | None, ranks: Ranks) -> Plan:
         )
     dp_world_size = ranks.world_size // tensor_parallel_size
     arguments = resolve(arguments, ds_json.load_json(arguments.run.deepspeed_config), dp_world_size)
-    schedule = resolve_schedule(
-        arguments.optimizer, arguments.train_iters * arguments.global_batch_size, arguments.global_batch_size
-    )
+    schedule = resolve_schedule(arguments.optimizer, arguments.train_samples, arguments.global_batch_size)
     tokenizer = build_tokenizer(arguments.tokenizer)
     batch, training = arguments.global_batch_size, arguments.training
     evaluation_samples = training.eval_iters * batch
@@ -77,7 +84,12 @@ def make_plan(argv: Sequence[str] | None, ranks: Ranks) -> Plan:
         tokenizer,
         training.seq_length,
         training.seed,
-        (arguments.train_iters * batch, evaluation_samples, evaluation_samples),
+        (
+            # A rank that is faster than the others goes further than they do in its stream.
+            arguments.train_samples * (_FASTEST if arguments.adaptive else 1),
+            evaluation_samples,
+            evaluation_samples,
+        ),
     )
     padded = arguments.model.padded_vocab_size(tokenizer.vocab_size, tensor_parallel_size)
     identity = Identity(
@@ -87,7 +99,7 @@ def make_plan(argv: Sequence[str] | None, ranks: Ranks) -> Plan:
             "seq_length": training.seq_length,
             "seed": training.seed,
             "data": {**dataclasses.asdict(arguments.data), "data_cache_path": None, "num_workers": None},
-            "train_samples": arguments.train_iters * batch,
+            "train_samples": arguments.train_samples,
             "sample_index": datasets.key,
         },
         ranks=dp_world_size,
@@ -124,13 +136,18 @@ def build_run(plan: Plan, ranks: Ranks) -> Run:
     state = TrainState() if plan.found is None else checkpointer.load(plan.found)
     metrics = _open_metrics(arguments, state, resumed=plan.found is not None)
     log = TrainingLog(
-        engine, arguments.logging, metrics, control, arguments.train_iters, arguments.training.seq_length, state
+        engine, arguments.logging, metrics, control, _length(arguments), arguments.training.seq_length, state
     )
     run = Run(arguments, engine, state, *_loaders(plan, state), log, checkpointer, control)
     environment.seed_dropout(arguments.training.seed)
     if plan.found is not None:
         checkpointer.restore_generators()
     return run
+
+
+def _length(arguments: Arguments) -> int | None:
+    """Updates of the run, None if only its samples are known."""
+    return None if arguments.adaptive else arguments.train_iters
 
 
 def _fused_adam(config: Mapping[str, Any]) -> bool:
@@ -157,8 +174,12 @@ def _agree(plan: Plan, control: dist.ProcessGroup) -> None:
 def _loaders(plan: Plan, state: TrainState) -> tuple[Any, Any, Any]:
     arguments, training = plan.arguments, plan.arguments.training
     rank, ranks = parallel_state.get_data_parallel_rank(), parallel_state.get_data_parallel_world_size()
-    micro_batch, total = arguments.micro_batch_size, arguments.train_iters * arguments.global_batch_size
-    order = ConsumedSampleSampler(total, state.consumed_train_samples, micro_batch, rank, ranks)
+    micro_batch, total = arguments.micro_batch_size, arguments.train_samples
+    order: Sampler[list[int]]
+    if arguments.adaptive:
+        order = OwnStreamSampler(total * _FASTEST, state.position(rank, ranks), micro_batch, rank, ranks)
+    else:
+        order = ConsumedSampleSampler(total, state.consumed_train_samples, micro_batch, rank, ranks)
     train = build_loader(plan.datasets.train, order, plan.vocab_size, arguments.data.num_workers, training.seed)
 
     def evaluation(dataset: Any) -> Any:

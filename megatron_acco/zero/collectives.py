@@ -94,13 +94,15 @@ class Exchange:
         dist.all_gather_into_tensor(flat, self.own_slice(flat), group=self.group)
         return _ring_bytes(flat, self.world_size)
 
-    def all_reduce(self, values: list[float], device: torch.device) -> list[float]:
-        """Sum a few float64 numbers over the ranks."""
+    def table(self, values: list[float], device: torch.device) -> list[list[float]]:
+        """A few float64 numbers of every rank, one row per rank; the same bits on all ranks."""
         if self.world_size == 1:
-            return values
-        tensor = torch.tensor(values, dtype=torch.float64, device=device)
-        dist.all_reduce(tensor, group=self.group)
-        return tensor.tolist()
+            return [values]
+        rows = torch.zeros(self.world_size, len(values), dtype=torch.float64, device=device)
+        rows[self.rank] = torch.tensor(values, dtype=torch.float64, device=device)
+        # A sum with zeros: exact, and an all-reduce is what backends do fastest at this size.
+        dist.all_reduce(rows, group=self.group)
+        return rows.tolist()
 
 
 class GlooExchange(Exchange):

@@ -131,6 +131,8 @@ class AccoEngine(DeepSpeedEngine):
         real = not self.module.training
         if torch.is_grad_enabled():  # a backward that is still to come belongs to the last forward with gradients
             self._forward_was_real = real
+        if torch.is_grad_enabled():
+            self.optimizer.note_forward()
         if real:
             self._show_real()
         else:
@@ -152,6 +154,13 @@ class AccoEngine(DeepSpeedEngine):
         # torch.autograd.grad() through an output of the engine (a gradient penalty, say) is no micro-batch.
         by_engine = self._running_engine_backward
         self.optimizer.end_micro_batch(self.gradient_accumulation_steps(), self._losses_averaged, by_engine)
+
+    def is_gradient_accumulation_boundary(self) -> bool:
+        """As the base; with adaptive accumulation, whether the update ends with the micro-batch just done."""
+        if self.acco.adaptive and self._is_gradient_accumulation_boundary is None:
+            return self.optimizer.update_full
+        boundary: bool = super().is_gradient_accumulation_boundary()
+        return boundary
 
     def coalesce_grad_reduction(self) -> ContextManager[None]:
         """As `no_sync`: the base would reduce the gradients itself at the end; they are local until the hand-over."""
@@ -196,6 +205,9 @@ class AccoEngine(DeepSpeedEngine):
             super()._take_model_step(lr_kwargs)
         finally:
             self.lr_scheduler, self._held_scheduler = self._held_scheduler, None
+        if self.acco.adaptive:
+            # Counted when the commit says how many there were: in mode sync within the call.
+            self.global_samples -= self.train_batch_size()
         # Of the last commit whose outcome is known; in mode sync that is the one just made.
         self._step_applied = self._last_applied
         self.optimizer.overflow = not self._last_applied
@@ -204,6 +216,12 @@ class AccoEngine(DeepSpeedEngine):
         self._global_grad_norm = report.grad_norm
         self._last_applied = report.applied
         self._skipped_in_a_row = 0 if report.applied else self._skipped_in_a_row + 1
+        samples = self.train_batch_size()
+        if self.acco.adaptive:
+            samples = report.micro_batches * self.train_micro_batch_size_per_gpu()
+            self.global_samples += samples
+        for line in self.optimizer.adviser.take_lines():
+            log_dist(line, ranks=[0])
         if not report.applied:
             self.skipped_steps += 1
             log_dist(
@@ -220,7 +238,7 @@ class AccoEngine(DeepSpeedEngine):
             return
         scheduler = self._held_scheduler if self.lr_scheduler is None else self.lr_scheduler
         if scheduler is not None:
-            _step_scheduler(scheduler, self._lr_kwargs, self.train_batch_size())
+            _step_scheduler(scheduler, self._lr_kwargs, samples)
 
     # ---- theta_t, checkpoints ---------------------------------------------------------------------------------------
 
@@ -300,12 +318,12 @@ def _without_empty(parameters: Any) -> Any:
     return result
 
 
-def _step_scheduler(scheduler: Any, lr_kwargs: dict[str, Any] | None, train_batch_size: int) -> None:
+def _step_scheduler(scheduler: Any, lr_kwargs: dict[str, Any] | None, samples: int) -> None:
     """Step as DeepSpeed does: Megatron's scheduler wants the number of samples."""
     try:
         scheduler.step(**(lr_kwargs or {}))
     except TypeError:
-        scheduler.step(train_batch_size)
+        scheduler.step(samples)
 
 
 # ---- ways in --------------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
@@ -26,6 +27,36 @@ T = TypeVar("T")
 
 class LaneTimeoutError(RuntimeError):
     """The work in the lane did not finish within the lane's time limit."""
+
+
+class DeviceClock:
+    """Times of work on the device, without waiting for it: marks are made in passing and read when it is done.
+
+    On a CPU, where work is done when the call returns, a mark is a reading of `time.perf_counter`; on accelerators it
+    is an event on the current stream.
+    """
+
+    def __init__(self) -> None:
+        self._events = not get_accelerator().is_synchronized_device()
+
+    def mark(self) -> Any:
+        """This point of the current stream."""
+        if not self._events:
+            return time.perf_counter()
+        event = get_accelerator().Event(enable_timing=True)
+        event.record(get_accelerator().current_stream())
+        return event
+
+    def between(self, first: Any, last: Any) -> float:
+        """Seconds from `first` to `last`, both of which the device has passed."""
+        if not self._events:
+            return float(last - first)
+        return float(first.elapsed_time(last)) / 1000.0
+
+    def wait(self, mark: Any) -> None:
+        """Block until the device has passed `mark`."""
+        if self._events:
+            mark.synchronize()
 
 
 class Ticket(Generic[T]):

@@ -15,10 +15,11 @@ from torch import Tensor
 
 from megatron_acco.config import AccoConfig
 from megatron_acco.zero.access import link_parameters, unlink_parameters
+from megatron_acco.zero.advice import Adviser
 from megatron_acco.zero.buffers import GradBuffers, Slot
 from megatron_acco.zero.collectives import clone_group, give_back_group, group_limit, make_exchange
 from megatron_acco.zero.estimate import BaseOptimizer, capture_hyper_parameters
-from megatron_acco.zero.lane import Lane, Ticket
+from megatron_acco.zero.lane import DeviceClock, Lane, Ticket
 from megatron_acco.zero.parallel import TensorParallel
 from megatron_acco.zero.report import RoundReport
 from megatron_acco.zero.rounds import Launch, Rounds
@@ -39,6 +40,8 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
     Attributes:
         on_commit: called by the main thread when the outcome of a commit is known (set by the engine).
         lane: the background lane.
+        clock: of compute and lane.
+        adviser: follows the rounds.
     """
 
     def __init__(self, *args: Any, acco: AccoConfig, **kwargs: Any) -> None:
@@ -58,6 +61,9 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         self._in_update = 0
         self._since_hand_over = 0
         self._half_done = False
+        self._update_full = False
+        self._spans: list[tuple[Any, Any]] = []
+        self._forward_mark: Any = None
         self._half_loss_scale = 1.0
         self._losses_averaged = False
         self._skipped: bool | None = None
@@ -70,6 +76,8 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         # A loop that never asks for them must not grow.
         self._reports: deque[RoundReport] = deque(maxlen=1024)
         self._buffers = GradBuffers(self.bit16_groups_flat, self._slots(), self.gradient_accumulation_dtype)
+        self.clock = DeviceClock()
+        self.adviser = Adviser(acco)
         self.lane = Lane(f"acco-lane-{dist.get_rank()}", group_limit(self.dp_process_group))
         self._lane_groups = [clone_group(self.dp_process_group)]
         exchange = make_exchange(self._lane_groups[0], self.communication_data_type)
@@ -78,7 +86,9 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
             self._tensor_parallel(exchange.rank),
             BaseOptimizer(self.optimizer),
             self.single_partition_of_fp32_groups,
+            self.clock,
         )
+        self._replica = self._replica_group() if acco.adaptive else None
 
     def _slots(self) -> list[Slot]:
         return [
@@ -95,11 +105,25 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         partitions = [(rank * size, (rank + 1) * size) for size in self.partition_size]
         return TensorParallel(group, self._slots(), partitions)
 
+    def _replica_group(self) -> dist.ProcessGroup | None:
+        """Processes of one replica, in which its first rank says when a half is full: no device, no waiting for it."""
+        if self.model_parallel_world_size == 1:
+            return None
+        ranks = dist.get_process_group_ranks(self.model_parallel_group)
+        limit = group_limit(self.model_parallel_group)
+        return dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=True)
+
     # ---- accumulation: called by the engine around each backward --------------------------------------------------
+
+    def note_forward(self) -> None:
+        """A forward pass that belongs to a micro-batch begins."""
+        if self._forward_mark is None:
+            self._forward_mark = self.clock.mark()
 
     def before_backward(self) -> None:
         """Point every gradient at the accumulating buffer."""
         self.lane.poll()
+        self.note_forward()  # of a caller who went around the engine's
         if not self._prepared:  # else a second output of the engine in the same graph
             self._buffers.before_backward()
         self._prepared = True
@@ -124,16 +148,50 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
             return
         if self._in_update and losses_averaged != self._losses_averaged:
             raise RuntimeError("backward(scale_wrt_gas=...) must be the same for all micro-batches of an update")
+        if losses_averaged and self.acco.adaptive:
+            raise RuntimeError(
+                "backward(scale_wrt_gas=False) needs to know how many micro-batches an update will have, which "
+                '"accumulation": "adaptive" does not; use "fixed"'
+            )
         self._losses_averaged = losses_averaged
         self._steps = accumulation_steps
+        self._spans.append((self._forward_mark, self.clock.mark()))
+        self._forward_mark = None
         if self._since_hand_over == 0:
             self._half_loss_scale = float(self.loss_scale)
         self._in_update += 1
         self._since_hand_over += 1
         plan = self._current_plan()
-        if plan.half is not None and not self._half_done and self._in_update == plan.first_half:
-            self._half_done = True
-            self._boundary(plan.half, complete=False)
+        if plan.half is not None and not self._half_done:
+            assert plan.first_half is not None
+            if self._is_full(plan.first_half):
+                self._half_done = True
+                self._boundary(plan.half, complete=False)
+        elif self.acco.adaptive:
+            self._update_full = self._is_full(self._steps - (plan.first_half or 0))
+
+    def _is_full(self, least: int) -> bool:
+        """Whether the half that is being accumulated ends here; `least` is its share of the configured update."""
+        count = self._since_hand_over
+        if not self.acco.adaptive:
+            return count == least
+        if count < least:
+            return False
+        if count > 1:
+            # An accelerator runs behind this thread, which must not decide on micro-batches that have not begun. With
+            # the last one still queued, the device does not run dry.
+            self.clock.wait(self._spans[-2][1])
+        full = self._ticket is None or self._ticket.done() or count >= self.acco.max_micro_batches_per_half
+        if self._replica is not None:
+            flag = torch.tensor([int(full)], dtype=torch.int32)
+            dist.broadcast(flag, group_src=0, group=self._replica)
+            full = bool(flag.item())
+        return full
+
+    @property
+    def update_full(self) -> bool:
+        """Whether the update ends with the micro-batch just done (adaptive accumulation)."""
+        return self._update_full
 
     def step(self, closure: Callable[[], Any] | None = None) -> None:
         """The full boundary: launch the commit of this update (replaces the base's synchronous step).
@@ -147,7 +205,13 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
             self._boundary(plan.half, complete=True)
         self._boundary(plan.full, complete=True)
         self.update += 1
-        self._in_update, self._half_done, self._plan = 0, False, None
+        self._in_update, self._half_done, self._update_full, self._plan = 0, False, False, None
+        # Not kept: the number of micro-batches may be changed before the next update begins.
+        if plan.full.overlapped and not self._plan_next().full.overlapped:
+            # Synchronous rounds take over: their gradients are those at theta.
+            self.drain()
+            self._tell_scaler()
+            self._install()
 
     @property
     def micro_batches_in_update(self) -> int:
@@ -156,8 +220,11 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
 
     def _current_plan(self) -> UpdatePlan:
         if self._plan is None:
-            self._plan = plan_update(self.acco, self.update, self._steps)
+            self._plan = self._plan_next()
         return self._plan
+
+    def _plan_next(self) -> UpdatePlan:
+        return plan_update(self.acco, self.update, self._steps, self.adviser.mode(self.update))
 
     # ---- rounds ---------------------------------------------------------------------------------------------------
 
@@ -183,15 +250,23 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
             averaged=complete and self._losses_averaged,
             hyper=capture_hyper_parameters(self.optimizer),
             clip=float(self.clip_grad),
+            full_batch=self._full_batch(spec) if self.acco.lr_batch_scaling else None,
+            compute_spans=tuple(self._spans),
             grads=self._buffers.handed_over,
             weights=self._buffers.gathered_weights(),
         )
         self._since_hand_over = 0
+        self._spans.clear()
         label = f"the {spec.kind.value} round of update {self.update} on rank {dist.get_rank()}"
         self._ticket = self.lane.submit(label, lambda: self._rounds.run(launch))
         self._pending = spec
         if spec.kind is RoundKind.COMMIT:
             self._shows_real = False
+
+    def _full_batch(self, spec: RoundSpec) -> float:
+        """Micro-batches over all ranks of a round of `spec` if every rank did just its share."""
+        steps = self.acco.first_half_micro_batches(self._steps) if spec.kind is RoundKind.ESTIMATE else self._steps
+        return float(steps * dist.get_world_size(self.dp_process_group))
 
     def drain(self) -> None:
         """Wait for the round in flight and settle it; its weights are installed at the next boundary."""
@@ -202,6 +277,8 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         report = self._ticket.wait()
         report.wait_seconds = time.perf_counter() - start
         self._ticket = None
+        self._rounds.read_clock(report)
+        self.adviser.add(report)
         self._reports.append(report)
         if report.kind is RoundKind.COMMIT:
             self._settle(report)
@@ -355,6 +432,8 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         self._buffers.zero()
         self._rounds.forget_kept()
         self._in_update = self._since_hand_over = 0
+        self._spans.clear()
+        self._forward_mark, self._update_full = None, False
         self._half_done, self._plan, self._extras, self._skipped = False, None, None, None
 
     def restore(self, update: int, loaded: bool) -> None:
@@ -369,6 +448,7 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         if not loaded:
             self._gather_loaded(None, self.bit16_groups_flat)
         self.update = update
+        self.adviser.restart(self.acco.mode)
         extras, self._extras = self._extras, None
         self._skipped = extras.get("untold") if extras is not None else None
         self._shows_real = True

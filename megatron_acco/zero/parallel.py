@@ -68,13 +68,21 @@ class TensorParallel:
             ]
         return float(sum(torch.linalg.vector_norm(part).double().square() for part in parts))
 
-    def all_reduce(self, value: float, device: torch.device) -> float:
-        """Sum a float64 number over the tensor-parallel ranks."""
+    def complete(
+        self, square_sum: float, rows: list[list[float]], device: torch.device
+    ) -> tuple[float, list[list[float]]]:
+        """The square sum summed, and the measurements `rows` averaged, over the tensor-parallel ranks.
+
+        The same bits on all of them: what is decided from measurements is decided by a replica as one.
+        """
         if self._group is None:
-            return value
-        tensor = torch.tensor([value], dtype=torch.float64, device=device)
-        dist.all_reduce(tensor, group=self._group)
-        return float(tensor)
+            return square_sum, rows
+        values = torch.tensor([square_sum, *(v for row in rows for v in row)], dtype=torch.float64, device=device)
+        dist.all_reduce(values, group=self._group)
+        square_sum, *flat = values.tolist()
+        width = len(rows[0])
+        mean = [value / self._size for value in flat]
+        return square_sum, [mean[start : start + width] for start in range(0, len(mean), width)]
 
 
 def counted_ranges(slots: Sequence[Slot], group: int, partition: Range) -> list[Range]:

@@ -2,14 +2,39 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 from megatron_acco.zero.schedule import RoundKind
 
 
+@dataclass(frozen=True)
+class RankFigures:
+    """What one data-parallel rank told the others in a round (tensor-parallel ranks: their mean). Times are seconds.
+
+    Attributes:
+        micro_batches: micro-batches of the half that the round took over.
+        compute_seconds: their forward and backward passes.
+        reduce_scatter_seconds, optimizer_seconds, all_gather_seconds: the rank's time in the lane of the round before.
+        wait_seconds: the time that the round before kept the rank's compute waiting.
+    """
+
+    micro_batches: int
+    compute_seconds: float
+    reduce_scatter_seconds: float
+    optimizer_seconds: float
+    all_gather_seconds: float
+    wait_seconds: float
+
+    @property
+    def exchange_seconds(self) -> float:
+        """The whole round before. Only the last rank to arrive sees its true length: take the smallest of all ranks."""
+        return self.reduce_scatter_seconds + self.optimizer_seconds + self.all_gather_seconds
+
+
 @dataclass
 class RoundReport:
-    """Figures of one round on one rank. Times are seconds of wall clock.
+    """Figures of one round on one rank. Times are seconds; on accelerators, of the device.
 
     Attributes:
         update: 0-based number of the update the round belongs to.
@@ -23,6 +48,11 @@ class RoundReport:
         seconds: lane time of the whole round.
         wait_seconds: time the main thread was blocked for the round (exposed).
         bytes_sent: payload bytes that this rank sent to other ranks.
+        compute_seconds: forward and backward passes of this rank's micro-batches since the round before.
+        by_rank: figures of every data-parallel rank, the same on all ranks.
+        overlapped: compute went on beside the round.
+        compute_spans: (start, end) of each of those micro-batches, marks of the lane's clock.
+        lane_marks: start, end of the reduce-scatter, of the optimizer, of the all-gather; marks of the lane's clock.
     """
 
     update: int
@@ -37,6 +67,11 @@ class RoundReport:
     seconds: float = 0.0
     wait_seconds: float = 0.0
     bytes_sent: int = 0
+    compute_seconds: float = 0.0
+    by_rank: tuple[RankFigures, ...] = ()
+    overlapped: bool = True
+    compute_spans: tuple[tuple[Any, Any], ...] = field(default=(), repr=False)
+    lane_marks: tuple[Any, ...] = field(default=(), repr=False)
 
     @property
     def communication_seconds(self) -> float:

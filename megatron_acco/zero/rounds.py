@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_acco.zero.collectives import Exchange
 from megatron_acco.zero.estimate import BaseOptimizer, Hyper
+from megatron_acco.zero.lane import DeviceClock
 from megatron_acco.zero.parallel import TensorParallel
-from megatron_acco.zero.report import RoundReport
+from megatron_acco.zero.report import RankFigures, RoundReport
 from megatron_acco.zero.schedule import Apply, RoundSpec
 
 # DeepSpeed's own guard in the clipping coefficient (ZeRO stage 1: unscale_and_clip_grads).
@@ -34,6 +35,9 @@ class Launch:
             losses himself): divide by the ranks, not by the micro-batches. Holds if all ranks say so.
         hyper: options of every parameter group (learning rate, weight decay, ...).
         clip: largest norm of the averaged gradient; 0 switches clipping off.
+        full_batch: the micro-batches over all ranks for which `hyper` gives the learning rate, which is scaled with
+            the square root of the round's own count over it; None leaves it.
+        compute_spans: (start, end) of every micro-batch since the last hand-over, marks of the clock.
         grads: handed-over gradient sums, [n_g] per group, gradient dtype.
         weights: the same memory as weights, [n_g] per group, parameter dtype; receives the round's result.
     """
@@ -46,6 +50,8 @@ class Launch:
     averaged: bool
     hyper: list[Hyper]
     clip: float
+    full_batch: float | None
+    compute_spans: tuple[tuple[Any, Any], ...]
     grads: list[Tensor]
     weights: list[Tensor]
 
@@ -54,7 +60,12 @@ class Rounds:
     """The state that rounds share: master partitions, the kept gradient shard, the lane's groups."""
 
     def __init__(
-        self, exchange: Exchange, tensor_parallel: TensorParallel, optimizer: BaseOptimizer, masters: list[Tensor]
+        self,
+        exchange: Exchange,
+        tensor_parallel: TensorParallel,
+        optimizer: BaseOptimizer,
+        masters: list[Tensor],
+        clock: DeviceClock,
     ) -> None:
         """
         Args:
@@ -62,12 +73,15 @@ class Rounds:
             tensor_parallel: the same for the tensor-parallel ranks.
             optimizer: the base optimizer over `masters`.
             masters: fp32 partition per group, [n_g / world_size].
+            clock: of compute and lane.
         """
         self.observer: Callable[[RoundSpec, int, list[Tensor], RoundReport], None] | None = None
         self._exchange = exchange
         self._tensor_parallel = tensor_parallel
         self._optimizer = optimizer
         self._masters = masters
+        self._clock = clock
+        self._last: RoundReport | None = None
         # g~ of the first half between estimate and commit, the full averaged gradient during a commit: [partition] fp32
         self._shards = [torch.zeros_like(master, requires_grad=False) for master in masters]
         self._kept_micro_batches: float | None = None
@@ -83,24 +97,34 @@ class Rounds:
     def run(self, launch: Launch) -> RoundReport:
         """One round. Collective over the lane's group. Mutates masters and optimizer state (commits only)."""
         spec = launch.spec
-        report = RoundReport(launch.update, spec.kind, learning_rate=float(launch.hyper[0].get("lr", 0.0)))
-        clock = _Clock()
+        report = RoundReport(launch.update, spec.kind, overlapped=spec.overlapped, compute_spans=launch.compute_spans)
+        report.compute_seconds = sum(self._clock.between(*span) for span in launch.compute_spans)
+        marks = [self._clock.mark()]
         add_kept = spec.add_kept and self._kept_micro_batches is not None
         self._tensor_parallel.sum_partial_gradients(launch.grads)
         unscale = 1.0 / launch.loss_scale
         for grads, shard in zip(launch.grads, self._shards, strict=True):
             report.bytes_sent += self._exchange.reduce_scatter(grads, shard, accumulate=add_kept, factor=unscale)
         count, scale = self._average(launch, report, add_kept)
-        report.reduce_scatter_seconds = clock.lap()
+        marks.append(self._clock.mark())
         self._kept_micro_batches = count if spec.keep else None
-        self._apply(launch, scale if report.applied else None)
-        report.optimizer_seconds = clock.lap()
+        self._apply(launch, _hyper(launch, report), scale if report.applied else None)
+        marks.append(self._clock.mark())
         report.bytes_sent += self._gather(launch.weights)
-        report.all_gather_seconds = clock.lap()
-        report.seconds = clock.total()
+        marks.append(self._clock.mark())
+        report.lane_marks = tuple(marks)
+        self._last = report
         if self.observer is not None:
             self.observer(spec, launch.update, [self._exchange.own_slice(w) for w in launch.weights], report)
         return report
+
+    def read_clock(self, report: RoundReport) -> None:
+        """Fill in the lane's times of a finished round."""
+        start, reduced, applied, gathered = report.lane_marks
+        report.reduce_scatter_seconds = self._clock.between(start, reduced)
+        report.optimizer_seconds = self._clock.between(reduced, applied)
+        report.all_gather_seconds = self._clock.between(applied, gathered)
+        report.seconds = self._clock.between(start, gathered)
 
     def gather_masters(self, weights: list[Tensor]) -> None:
         """Fill `weights` [n_g] (parameter dtype) with theta of every rank. Collective."""
@@ -120,12 +144,21 @@ class Rounds:
     def _average(self, launch: Launch, report: RoundReport, add_kept: bool) -> tuple[float, float]:
         """The micro-batch count of this round over all ranks, and the factor from shard to clipped average.
 
-        Sets `micro_batches`, `grad_norm` and `applied` of the report. The same numbers on every rank.
+        Sets `micro_batches`, `grad_norm`, `applied` and `by_rank` of the report. The same numbers on every rank.
         """
         device = self._shards[0].device
-        local = [self._tensor_parallel.square_sum(self._shards), float(launch.micro_batches), float(launch.averaged)]
-        square_sum, count, averaged = self._exchange.all_reduce(local, device)
-        square_sum = self._tensor_parallel.all_reduce(square_sum, device)
+        last = self._last
+        own = [self._tensor_parallel.square_sum(self._shards), float(launch.micro_batches), float(launch.averaged)]
+        own += [report.compute_seconds]
+        own += (
+            [last.reduce_scatter_seconds, last.optimizer_seconds, last.all_gather_seconds, last.wait_seconds]
+            if last is not None
+            else [0.0] * 4
+        )
+        rows = self._exchange.table(own, device)
+        square_sum, count, averaged = (sum(column) for column in list(zip(*rows, strict=True))[:3])
+        square_sum, rows = self._tensor_parallel.complete(square_sum, rows, device)
+        report.by_rank = tuple(RankFigures(round(row[1]), *row[3:]) for row in rows)
         total = count + (self._kept_micro_batches or 0.0) if add_kept else count
         report.micro_batches = int(total)
         if total == 0:
@@ -140,13 +173,13 @@ class Rounds:
             average /= max(1.0, (report.grad_norm + CLIP_EPSILON) / launch.clip)
         return count, average
 
-    def _apply(self, launch: Launch, scale: float | None) -> None:
+    def _apply(self, launch: Launch, hypers: list[Hyper], scale: float | None) -> None:
         """Write this rank's slice of the weights to show; `scale` None skips the update (theta is shown)."""
         self._show_masters(launch.weights)
         if scale is None:
             return
         for index, (shard, flat) in enumerate(zip(self._shards, launch.weights, strict=True)):
-            own, hyper = self._exchange.own_slice(flat), launch.hyper[index]
+            own, hyper = self._exchange.own_slice(flat), hypers[index]
             if launch.spec.apply is Apply.LOOK_AHEAD:
                 self._optimizer.look_ahead(index, hyper, shard, scale, own)
                 continue
@@ -166,16 +199,11 @@ class Rounds:
         return sum(self._exchange.all_gather(flat) for flat in weights)
 
 
-class _Clock:
-    """Wall-clock laps of the lane thread; on accelerators the reading of the norm ends the first lap."""
-
-    def __init__(self) -> None:
-        self._start = self._last = time.perf_counter()
-
-    def lap(self) -> float:
-        now = time.perf_counter()
-        elapsed, self._last = now - self._last, now
-        return elapsed
-
-    def total(self) -> float:
-        return self._last - self._start
+def _hyper(launch: Launch, report: RoundReport) -> list[Hyper]:
+    """The options with which the round steps; notes the learning rate in the report."""
+    hypers = launch.hyper
+    if launch.full_batch is not None and report.micro_batches:
+        factor = math.sqrt(report.micro_batches / launch.full_batch)
+        hypers = [{**hyper, "lr": hyper["lr"] * factor} if "lr" in hyper else hyper for hyper in hypers]
+    report.learning_rate = float(hypers[0].get("lr", 0.0))
+    return hypers

@@ -73,7 +73,8 @@ class UpdatePlan:
     """The rounds of one update.
 
     Attributes:
-        first_half: micro-batches per rank before the half boundary; None if the update has no half boundary.
+        first_half: micro-batches per rank before the half boundary (the least of them, if accumulation is adaptive);
+            None if the update has no half boundary.
         half: the round launched at the half boundary, None if there is none.
         full: the round launched at the full boundary.
     """
@@ -86,9 +87,13 @@ class UpdatePlan:
 _FULL_ROUND = {Mode.ACCO: COMMIT, Mode.DPU: DELAYED, Mode.WP: PREDICTED, Mode.SYNC: WAITED}
 
 
-def plan_update(config: AccoConfig, update: int, accumulation_steps: int) -> UpdatePlan:
-    """The rounds of update number `update` (0-based, counted over the whole training, restarts included)."""
-    mode = Mode.SYNC if update < config.warmup_updates else config.mode
+def plan_update(config: AccoConfig, update: int, accumulation_steps: int, mode: Mode | None = None) -> UpdatePlan:
+    """The rounds of update number `update` (0-based, counted over the whole training, restarts included).
+
+    Args:
+        mode: what is asked for instead of the config's (fall-back).
+    """
+    mode = Mode.SYNC if update < config.warmup_updates else mode or config.mode
     if mode is Mode.ACCO:
         return UpdatePlan(config.first_half_micro_batches(accumulation_steps), ESTIMATE, COMMIT)
     return UpdatePlan(None, None, _FULL_ROUND[mode])

@@ -38,6 +38,7 @@ class Case:
     Attributes:
         mode: acco mode, or None for DeepSpeed's own ZeRO-1.
         options: further model options.
+        acco: further keys of the acco section.
         poison: (update, micro-batch) whose gradient is NaN (fp16: infinite) in one element on tensor-parallel rank 1 of
             replica 0.
     """
@@ -51,6 +52,7 @@ class Case:
     bf16: bool = False
     fp16: bool = False
     options: dict[str, Any] = field(default_factory=dict)
+    acco: dict[str, Any] = field(default_factory=dict)
     poison: tuple[int, int] | None = None
 
 
@@ -126,7 +128,7 @@ def engine_of(case: Case, model: Any, gas: int) -> Any:
     if case.fp16:
         config |= fp16_section()
     if case.mode is not None:
-        config["acco"] = {"mode": case.mode}
+        config["acco"] = {"mode": case.mode, **case.acco}
     groups = parameter_groups(model)
     engine, *_ = megatron_acco.initialize(model=model, model_parameters=groups, config=config, mpu=Mpu())
     if case.mode is None:

@@ -21,13 +21,13 @@ def test_section_absent_or_disabled_is_none() -> None:
 
 def test_section_empty_is_the_default() -> None:
     assert acco_config({"acco": {}}) == AccoConfig()
-    assert AccoConfig() == AccoConfig(True, Mode.ACCO, Accumulation.FIXED, 0.5, 0)
+    assert AccoConfig() == AccoConfig(mode=Mode.ACCO, accumulation=Accumulation.FIXED, estimate_fraction=0.5)
 
 
 def test_section_is_read() -> None:
     section = {"mode": "wp", "accumulation": "fixed", "estimate_fraction": 0.25, "warmup_updates": 10, "enabled": True}
     config = acco_config({"acco": section})
-    assert config == AccoConfig(True, Mode.WP, Accumulation.FIXED, 0.25, 10)
+    assert config == AccoConfig(mode=Mode.WP, estimate_fraction=0.25, warmup_updates=10)
     assert section["mode"] == "wp"
 
 
@@ -48,7 +48,10 @@ def test_config_is_frozen() -> None:
         ({"mode": ["acco"]}, ['"acco.mode"']),
         ({"mode": "auto"}, ['"acco.mode"', "nothing resolves"]),
         ({"estimate_fraction": "auto"}, ['"acco.estimate_fraction"', "nothing resolves"]),
-        ({"accumulation": "adaptve"}, ['"acco.accumulation"', "fixed"]),
+        ({"accumulation": "adaptve"}, ['"acco.accumulation"', "fixed", 'did you mean "adaptive"']),
+        ({"fallback": "sync"}, ['"acco.fallback"', "warn, auto"]),
+        ({"max_micro_batches_per_half": 0}, ['"acco.max_micro_batches_per_half"', "1 or more"]),
+        ({"lr_batch_scaling": True}, ['"acco.lr_batch_scaling"', '"accumulation": "adaptive"']),
         ({"enabled": 1}, ['"acco.enabled"', "true or false"]),
         ({"enabled": "false"}, ['"acco.enabled"', "true or false"]),
         ({"estimate_fraction": "0.5"}, ['"acco.estimate_fraction"', "number"]),

@@ -96,7 +96,7 @@ def test_a_single_rank_exchanges_nothing() -> None:
     parallel = TensorParallel(None, flat, [(0, 2)])
     parallel.sum_partial_gradients(grads)
     assert grads[0].tolist() == [1, 1] and parallel.square_sum(grads) == pytest.approx(2.0)
-    assert parallel.all_reduce(3.0, torch.device("cpu")) == 3.0
+    assert parallel.complete(3.0, [[1.0]], torch.device("cpu")) == (3.0, [[1.0]])
 
 
 @pytest.mark.parametrize("kind", ["LayerNorm", "RMSNorm"])

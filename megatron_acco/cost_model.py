@@ -1,0 +1,60 @@
+"""The cost model: time of one update from compute and exchange times (docs/how-it-works.md). Pure arithmetic.
+
+`c`: compute of one micro-batch; `k`: micro-batches per update and rank; `T`: one reduce-scatter plus all-gather, with
+the optimizer's work between them. All times are seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Costs:
+    """What an update is made of.
+
+    Attributes:
+        compute: one micro-batch, `c`.
+        exchange: one reduce-scatter, optimizer step and all-gather that everybody waits for, `T`.
+    """
+
+    compute: float
+    exchange: float
+
+    def compute_only(self, steps: int) -> float:
+        """An update of `steps` micro-batches without any communication."""
+        return steps * self.compute
+
+    def zero1(self, steps: int) -> float:
+        """ZeRO-1 with nothing overlapped, and mode `sync`."""
+        return steps * self.compute + self.exchange
+
+    def overlapped_zero1(self, steps: int) -> float:
+        """ZeRO-1 whose reduce-scatter hides in the last backward and whose all-gather hides in the next forward.
+
+        Backward is taken for two thirds of a micro-batch; both exchanges for half of `T`.
+        """
+        half = self.exchange / 2.0
+        backward, forward = 2.0 / 3.0 * self.compute, 1.0 / 3.0 * self.compute
+        return steps * self.compute + max(0.0, half - backward) + max(0.0, half - forward)
+
+    def delayed(self, steps: int) -> float:
+        """Modes `dpu` and `wp`: one exchange behind the whole next update."""
+        return max(steps * self.compute, self.exchange)
+
+    def acco(self, steps: int, first_half: int) -> float:
+        """Mode `acco`: the commit behind the first half, the estimate behind the second."""
+        first, second = first_half * self.compute, (steps - first_half) * self.compute
+        return max(first, self.exchange) + max(second, self.exchange)
+
+    def acco_steps_to_hide(self) -> int:
+        """Smallest number of micro-batches per update at which equal halves hide both exchanges of mode `acco`."""
+        if self.compute <= 0.0:
+            return 2
+        return 2 * max(1, math.ceil(self.exchange / self.compute - 1e-9))
+
+    def adaptive_steps(self, floor: int, most_per_half: int) -> int:
+        """Micro-batches per update of `accumulation: adaptive`: halves grow until they cover the exchange."""
+        half = min(max(self.acco_steps_to_hide() // 2, 1), most_per_half)
+        return max(floor, 2 * half)

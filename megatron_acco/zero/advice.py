@@ -1,0 +1,237 @@
+"""From measured rounds to advice, and to the choice between a mode's rounds and synchronous ones. Pure arithmetic.
+
+Everything here comes from figures that all ranks have in the same bits (`RoundReport.by_rank`), and a choice takes
+effect at an update whose predecessors have settled on every rank: all ranks choose the same, without a collective.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from megatron_acco.config import AccoConfig, Fallback, Mode
+from megatron_acco.cost_model import Costs
+from megatron_acco.zero.report import RoundReport
+from megatron_acco.zero.schedule import RoundKind
+
+# Updates that advice rests on.
+WINDOW = 20
+# Updates that a first choice of rounds rests on; every change doubles it, so that a choice on the edge comes to rest.
+TRIAL, LONGEST_TRIAL = 4, 256
+# A commit settles during the next update, so its figures can decide about the one after that.
+LAG = 2
+# Less than this share of the time, waiting is not worth a word.
+NEGLIGIBLE = 0.03
+# Compute times of ranks that differ by more than this factor are unequal.
+UNEQUAL = 1.15
+LEAVE_MARGIN, RETURN_MARGIN = 0.97, 0.95
+
+
+@dataclass(frozen=True)
+class UpdateFigures:
+    """One update. Times are seconds.
+
+    Attributes:
+        halves: compute of the slowest rank in each half (one entry where an update has no half boundary).
+        micro_batches: micro-batches of the rank with the longest compute.
+        exchange: the shortest exchange that any rank saw in this update, None if none was measured.
+        exposed: waiting of the rank that waited least: for the exchange, not for other ranks.
+        rates: seconds per micro-batch, by rank (0 where a rank did none).
+    """
+
+    halves: tuple[float, ...]
+    micro_batches: int
+    exchange: float | None
+    exposed: float
+    rates: tuple[float, ...]
+
+    @property
+    def compute(self) -> float:
+        """Of the whole update."""
+        return sum(self.halves)
+
+
+class Adviser:
+    """Follows the rounds of a run.
+
+    Attributes:
+        costs: what the last full window measured, None before that.
+    """
+
+    def __init__(self, config: AccoConfig) -> None:
+        self.costs: Costs | None = None
+        self._config = config
+        self.restart(config.mode)
+
+    def restart(self, mode: Mode) -> None:
+        """Forget all figures; `mode` is in force from here on."""
+        self._mode = mode
+        self._changes: dict[int, Mode] = {}
+        self._rounds: list[RoundReport] = []
+        self._window: deque[UpdateFigures] = deque(maxlen=WINDOW)
+        self._trial: deque[UpdateFigures] = deque(maxlen=TRIAL)
+        self._verdict = ""
+        self._lines: list[str] = []
+
+    def add(self, report: RoundReport) -> None:
+        """Take in a settled round."""
+        self._rounds.append(report)
+        if report.kind is not RoundKind.COMMIT:
+            return
+        rounds, self._rounds = self._rounds, []
+        # The warm-up tells nothing about the mode, and the first updates compile and allocate.
+        if report.update < self._config.warmup_updates + 1 or not report.by_rank or not report.applied:
+            return
+        figures = figures_of(rounds)
+        if figures.exchange is None or figures.compute <= 0.0:
+            return
+        self._window.append(figures)
+        self._trial.append(figures)
+        self._choose(report.update)
+        if len(self._window) == WINDOW:
+            self._advise()
+
+    def mode(self, update: int) -> Mode:
+        """The rounds to make update `update` of; asked in order."""
+        if update in self._changes:
+            self._mode = self._changes.pop(update)
+        return self._mode
+
+    def take_lines(self) -> list[str]:
+        """What there is to say since the last call."""
+        lines, self._lines = self._lines, []
+        return lines
+
+    # ---- choice -----------------------------------------------------------------------------------------------------
+
+    def _choose(self, update: int) -> None:
+        config = self._config
+        if config.fallback is not Fallback.AUTO or config.mode is Mode.SYNC or self._changes:
+            return
+        if len(self._trial) < (self._trial.maxlen or 0):
+            return
+        waited, hidden = self._predict(self._trial)
+        if self._mode is Mode.SYNC:
+            wanted = config.mode if hidden < RETURN_MARGIN * waited else Mode.SYNC
+        else:
+            wanted = Mode.SYNC if waited < LEAVE_MARGIN * hidden else config.mode
+        if wanted is self._mode:
+            return
+        self._changes[update + LAG] = wanted
+        self._trial = deque(maxlen=min(2 * (self._trial.maxlen or TRIAL), LONGEST_TRIAL))
+        self._window.clear()
+        self._verdict = ""
+        self._lines.append(
+            f"fall-back: {wanted.value} rounds from update {update + LAG} on; an update of mode {config.mode.value} "
+            f"takes {hidden:.3g} s, with sync rounds {waited:.3g} s"
+        )
+
+    def _predict(self, window: Sequence[UpdateFigures]) -> tuple[float, float]:
+        """Seconds per update with synchronous rounds, and with the mode's."""
+        compute = statistics.median(figures.compute for figures in window)
+        exchange = statistics.median(figures.exchange or 0.0 for figures in window)
+        return compute + exchange, self._mode_time(self._halves(window), exchange)
+
+    def _halves(self, window: Sequence[UpdateFigures]) -> tuple[float, ...]:
+        last = window[-1]
+        if self._config.mode is not Mode.ACCO:
+            return (statistics.median(figures.compute for figures in window),)
+        if len(last.halves) == 2:
+            return tuple(statistics.median(h[i] for h in (f.halves for f in window) if len(h) == 2) for i in (0, 1))
+        compute = statistics.median(figures.compute for figures in window)
+        share = self._config.first_half_micro_batches(last.micro_batches) / max(1, last.micro_batches)
+        return share * compute, (1.0 - share) * compute
+
+    def _mode_time(self, halves: Sequence[float], exchange: float) -> float:
+        return sum(max(half, exchange) for half in halves)
+
+    # ---- advice -----------------------------------------------------------------------------------------------------
+
+    def _advise(self) -> None:
+        verdict, text = self._judge()
+        if verdict != self._verdict:
+            self._verdict = verdict
+            self._lines.append(f"advice after {WINDOW} updates: {text}")
+
+    def _judge(self) -> tuple[str, str]:
+        window, config = list(self._window), self._config
+        compute = statistics.median(figures.compute for figures in window)
+        exchange = statistics.median(figures.exchange or 0.0 for figures in window)
+        exposed = statistics.median(figures.exposed for figures in window)
+        steps = max(1, round(statistics.median(figures.micro_batches for figures in window)))
+        self.costs = Costs(compute / steps, exchange)
+        share = exposed / (compute + exposed)
+        halves = self._halves(window)
+        covers = f"an exchange takes {exchange:.3g} s, " + (
+            f"the halves of an update compute {halves[0]:.3g} s and {halves[1]:.3g} s"
+            if len(halves) == 2
+            else f"an update computes {compute:.3g} s"
+        )
+        unequal = self._unequal(window)
+        if self._mode is Mode.SYNC:
+            gain = (compute + exchange) / self._mode_time(self._halves(window), exchange) - 1.0
+            if config.mode is not Mode.SYNC:
+                return "fallen back", f"sync rounds are waited for, and still the faster choice: {covers}"
+            faster = Costs(compute / steps, exchange)
+            other = (compute + exchange) / faster.acco(steps, steps // 2) - 1.0 if steps > 1 else gain
+            if other > NEGLIGIBLE:
+                return "sync", f'{covers}; "mode": "acco" would be {other:.0%} faster'
+            return "sync", f"{covers}"
+        if share < NEGLIGIBLE and not unequal:
+            return "hidden", f"communication is hidden: {covers}, waiting is {share:.1%} of the time"
+        if share < NEGLIGIBLE or (unequal and not config.adaptive):
+            if config.adaptive:
+                return "hidden", f"communication is hidden: {covers}, waiting is {share:.1%} of the time; {unequal}"
+            return "unequal", f'{unequal}; "accumulation": "adaptive" lets each do what it can in the same time'
+        return "exposed", f"communication is not hidden: {covers}, waiting is {share:.0%} of the time; " + self._remedy(
+            compute, exchange, steps
+        )
+
+    def _remedy(self, compute: float, exchange: float, steps: int) -> str:
+        config = self._config
+        if config.adaptive:
+            return f'raise "max_micro_batches_per_half" above {config.max_micro_batches_per_half}'
+        costs = Costs(compute / steps, exchange)
+        needed = costs.acco_steps_to_hide() if config.mode is Mode.ACCO else math.ceil(exchange / costs.compute - 1e-9)
+        hidden = self._mode_time(self._halves(list(self._window)), exchange)
+        text = f"gradient_accumulation_steps {needed} would hide it (now {steps})"
+        if config.mode is Mode.ACCO:
+            text += ', or "accumulation": "adaptive"'
+        if costs.zero1(steps) < LEAVE_MARGIN * hidden:
+            gain = hidden / costs.zero1(steps) - 1.0
+            text += f'; at this batch size sync rounds are {gain:.0%} faster ("fallback": "auto" takes them)'
+        return text
+
+    def _unequal(self, window: Sequence[UpdateFigures]) -> str:
+        """A sentence about the slowest rank, empty if all are about as fast."""
+        columns = zip(*(figures.rates for figures in window), strict=True)
+        rates = [statistics.median(seen) if (seen := [r for r in column if r > 0.0]) else 0.0 for column in columns]
+        known = [rate for rate in rates if rate > 0.0]
+        if not known or max(known) < UNEQUAL * min(known):
+            return ""
+        slow = rates.index(max(known))
+        return (
+            f"data-parallel rank {slow} takes {max(known) / min(known):.2g} times as long for a micro-batch as rank "
+            f"{rates.index(min(known))} ({max(known):.3g} s)"
+        )
+
+
+def figures_of(rounds: Sequence[RoundReport]) -> UpdateFigures:
+    """The figures of one update from its rounds, in order."""
+    by_rank = list(zip(*(report.by_rank for report in rounds), strict=True))
+    compute = [sum(part.compute_seconds for part in parts) for parts in by_rank]
+    counts = [sum(part.micro_batches for part in parts) for parts in by_rank]
+    waits = [sum(part.wait_seconds for part in parts) for parts in by_rank]
+    slowest = compute.index(max(compute))
+    exchanges = [min(part.exchange_seconds for part in report.by_rank) for report in rounds]
+    measured = [seconds for seconds in exchanges if seconds > 0.0]
+    return UpdateFigures(
+        halves=tuple(max(part.compute_seconds for part in report.by_rank) for report in rounds),
+        micro_batches=counts[slowest],
+        exchange=statistics.mean(measured) if measured else None,
+        exposed=min(waits),
+        rates=tuple(seconds / count if count else 0.0 for seconds, count in zip(compute, counts, strict=True)),
+    )
