@@ -81,6 +81,12 @@ class Exchange:
         wire = flat if flat.dtype == self.wire_dtype else flat.to(self.wire_dtype)
         return self._reduce_scatter(wire, shard, accumulate, factor)
 
+    def scratch_bytes(self, flat: Tensor) -> int:
+        """Memory that the exchange of `flat`, gradient dtype, needs beside it."""
+        if self.world_size == 1 or flat.dtype == self.wire_dtype:
+            return 0
+        return flat.numel() * self.wire_dtype.itemsize
+
     def _reduce_scatter(self, wire: Tensor, shard: Tensor, accumulate: bool, factor: float) -> int:
         own = self.own_slice(wire)
         dist.reduce_scatter_tensor(own, wire, group=self.group)
@@ -131,6 +137,12 @@ class GlooExchange(Exchange):
         copies.view(self.world_size, -1).copy_(self.own_slice(flat).unsqueeze(0).expand(self.world_size, -1))
         dist.all_to_all_single(flat.view(torch.uint8), copies.view(torch.uint8), group=self.group)
         return _ring_bytes(flat, self.world_size)
+
+    def scratch_bytes(self, flat: Tensor) -> int:
+        """As the base, and the buffer of the all-to-all, which is kept."""
+        if self.world_size == 1:
+            return 0
+        return super().scratch_bytes(flat) + flat.numel() * self.wire_dtype.itemsize
 
     def _scratch_like(self, flat: Tensor) -> Tensor:
         size = flat.numel() * flat.element_size()

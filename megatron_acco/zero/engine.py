@@ -64,6 +64,10 @@ class AccoEngine(DeepSpeedEngine):
             ranks=[0],
         )
 
+        account = self.optimizer.memory_account()
+        parts = ", ".join(f"{what} {bytes_ / 2**20:,.1f}" for what, bytes_ in account.items())
+        log_dist(f"ACCO model state per rank (MiB): {parts}; in all {sum(account.values()) / 2**20:,.1f}", ranks=[0])
+
     # ---- construction -----------------------------------------------------------------------------------------------
 
     def _set_distributed_vars(self, args: Any) -> None:

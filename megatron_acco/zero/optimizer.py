@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -317,6 +317,28 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         reports = list(self._reports)
         self._reports.clear()
         return reports
+
+    def memory_account(self) -> dict[str, int]:
+        """Bytes of model state on this rank, by what they are for.
+
+        Optimizer state that does not exist before the first step is counted for optimizers of the Adam family only.
+        """
+
+        def size(tensors: Iterable[Tensor]) -> int:
+            return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+        masters = self.single_partition_of_fp32_groups
+        state = size(v for s in self.optimizer.state.values() for v in s.values() if torch.is_tensor(v))
+        if not state and "betas" in self.optimizer.param_groups[0]:
+            state = 2 * size(masters)
+        return {
+            "weights": size(self.bit16_groups_flat),
+            "gradients": size(self._buffers.accumulating) + size(self._buffers.handed_over),
+            "master weights": size(masters),
+            "optimizer state": state,
+            "first half": self._rounds.kept_bytes,
+            "exchange": self._rounds.exchange_bytes(self._buffers.handed_over),
+        }
 
     @property
     def round_observer(self) -> Callable[[RoundSpec, int, list[Tensor], RoundReport], None] | None:

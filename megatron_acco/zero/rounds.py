@@ -94,6 +94,15 @@ class Rounds:
         """The kept shard of group `index` ([partition] fp32, unscaled sum) and its micro-batches over all ranks."""
         return (None, 0.0) if self._kept_micro_batches is None else (self._shards[index], self._kept_micro_batches)
 
+    @property
+    def kept_bytes(self) -> int:
+        """Memory of the reduced gradient shards."""
+        return sum(shard.numel() * shard.element_size() for shard in self._shards)
+
+    def exchange_bytes(self, grads: list[Tensor]) -> int:
+        """Memory that an exchange of `grads` needs beside them."""
+        return max(self._exchange.scratch_bytes(flat) for flat in grads)
+
     def run(self, launch: Launch) -> RoundReport:
         """One round. Collective over the lane's group. Mutates masters and optimizer state (commits only)."""
         spec = launch.spec
