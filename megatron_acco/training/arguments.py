@@ -240,6 +240,8 @@ def resolve(arguments: Arguments, config: Mapping[str, Any], dp_world_size: int)
     taken = {name: params[name] for name in ("lr", "weight_decay") if name in params}
     optimizer = dataclasses.replace(arguments.optimizer, clip_grad=float(resolved["gradient_clipping"]), **taken)
     result = dataclasses.replace(arguments, optimizer=optimizer, deepspeed=resolved)
+    if arguments.logging.profile_rounds is not None and acco_config(resolved) is None:
+        raise ValueError('--profile-rounds shows the rounds of ACCO; the DeepSpeed JSON has no enabled "acco" section')
     if result.train_iters < 1:
         raise ValueError(
             f"--train-samples {arguments.training.train_samples} is less than one global batch of "

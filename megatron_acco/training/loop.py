@@ -86,6 +86,7 @@ def train(run: Run) -> Stop:
                 evaluate_and_log(run, "validation", run.validation)
             evaluate_and_log(run, "test", run.test)
         save(run)
+        run.log.write_profile(at_end=True)
     return Stop.NO if finished else max(stop, late)
 
 

@@ -18,6 +18,7 @@ import torch.distributed as dist
 import megatron_acco
 from megatron_acco.training.checkpoint import TrainState
 from megatron_acco.training.options import option
+from megatron_acco.training.profile import RoundProfile
 
 
 @dataclass(frozen=True)
@@ -27,10 +28,20 @@ class LoggingOptions:
     log_interval: int = option(100, "Updates between lines of the log.")
     tensorboard_dir: str | None = option(None, "TensorBoard folder: switches on the JSON's tensorboard section.")
     metrics_file: str | None = option(None, "metrics.jsonl; if not given, in the --save or --tensorboard-dir folder.")
+    profile_rounds: str | None = option(
+        None,
+        "Write the rounds of a few updates here, as a trace for Chrome or Perfetto, and as a picture beside it.",
+    )
+    profile_start: int = option(5, "Updates of this start of the program before the profile begins.")
+    profile_updates: int = option(10, "Updates in the profile.")
 
     def __post_init__(self) -> None:
         if self.metrics_file is not None and Path(self.metrics_file).is_dir():
             raise ValueError(f"--metrics-file {self.metrics_file} is a folder; name a file")
+        if self.profile_rounds is not None and Path(self.profile_rounds).is_dir():
+            raise ValueError(f"--profile-rounds {self.profile_rounds} is a folder; name a file")
+        if self.profile_start < 0 or self.profile_updates < 1:
+            raise ValueError("--profile-start must be 0 or more and --profile-updates 1 or more")
         if self.log_interval < 1:
             raise ValueError(f"--log-interval must be 1 or more, got {self.log_interval}")
 
@@ -160,6 +171,10 @@ class TrainingLog:
         self._rounds: list[_Round] = []
         self._commits: dict[int, megatron_acco.RoundReport] = {}
         self._pending: _Pending | None = None
+        self.profile: RoundProfile | None = None
+        if options.profile_rounds is not None:
+            first = state.iteration + options.profile_start
+            self.profile = RoundProfile(engine, control, Path(options.profile_rounds), first, options.profile_updates)
 
     def add_loss(self, loss: torch.Tensor) -> None:
         """Note the loss of one micro-batch, on the device."""
@@ -170,6 +185,7 @@ class TrainingLog:
         """Note the end of an update; write the record that has become complete and start the one that is due."""
         self._collect()
         self._finish_pending()
+        self.write_profile()
         self._iterations += 1
         if state.iteration % self.options.log_interval == 0:
             self._start_record(state, learning_rate)
@@ -186,6 +202,12 @@ class TrainingLog:
             # An evaluation or a save waits for the round in flight; that says nothing about what compute hides.
             self._collect(drained=True)
             self._finish_pending()
+
+    def write_profile(self, at_end: bool = False) -> None:
+        """Write the profile if it is complete, or what there is of it at the end. Collective over all ranks."""
+        path = None if self.profile is None else self.profile.write(at_end)
+        if path is not None:
+            print(f" wrote the profile of the rounds to {path}", flush=True)
 
     def evaluation(self, kind: str, state: TrainState, loss: float, seconds: float) -> None:
         """Write the result of an evaluation (`kind`: validation or test)."""
@@ -211,6 +233,8 @@ class TrainingLog:
     def _collect(self, drained: bool = False) -> None:
         for report in megatron_acco.round_reports(self.engine):
             self._rounds.append(_Round(report, drained))
+            if self.profile is not None:
+                self.profile.add(report)
             if report.kind == "commit":
                 self._commits[report.update] = report
 

@@ -107,6 +107,7 @@ class Rounds:
         """One round. Collective over the lane's group. Mutates masters and optimizer state (commits only)."""
         spec = launch.spec
         report = RoundReport(launch.update, spec.kind, overlapped=spec.overlapped, compute_spans=launch.compute_spans)
+        report.has_halves = spec.keep or spec.add_kept
         report.compute_seconds = sum(self._clock.between(*span) for span in launch.compute_spans)
         marks = [self._clock.mark()]
         add_kept = spec.add_kept and self._kept_micro_batches is not None
