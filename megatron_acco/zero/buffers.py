@@ -42,7 +42,8 @@ class GradBuffers:
         self._slots = [slot for slot in slots if slot.param.numel() > 0]
         self._param_dtypes = [flat.dtype for flat in flats]
         self._buffers = [[torch.zeros_like(flat, dtype=dtype) for flat in flats] for _ in range(2)]
-        self._views = [[self._view(buffers, slot) for slot in self._slots] for buffers in self._buffers]
+        # (parameter, view) of every slot, for each of the two buffers: what a micro-batch loops over.
+        self._views = [[(s.param, self._view(buffers, s)) for s in self._slots] for buffers in self._buffers]
         self._current = 0
         self._version = 0
         # Fused weight-gradient kernels write into main_grad themselves, so p.grad cannot be a view of it.
@@ -72,10 +73,13 @@ class GradBuffers:
 
     def before_backward(self) -> None:
         """Make every `p.grad` the view; a gradient that somebody put there in the meantime is counted."""
-        self._reclaim(replaced_by_autograd=False)
-        if self._direct:
-            for slot, view in zip(self._slots, self._views[self._current], strict=True):
-                slot.param.grad = view
+        if not self._direct:
+            return
+        for param, view in self._views[self._current]:
+            grad = param.grad
+            if grad is not None and grad is not view:
+                view.add_(grad.detach())
+            param.grad = view
 
     def after_backward(self, prepared: bool) -> bool:
         """Bring gradients into the buffer that autograd wrote elsewhere. Returns whether any arrived.
@@ -84,7 +88,12 @@ class GradBuffers:
             prepared: `before_backward` ran, so that what stands elsewhere is the old sum plus the new gradient
                 (autograd adds out of place under `create_graph` and for sparse gradients).
         """
-        self._reclaim(replaced_by_autograd=prepared)
+        if self._direct:
+            for param, view in self._views[self._current]:
+                grad = param.grad
+                if grad is not None and grad is not view:
+                    (view.copy_ if prepared else view.add_)(grad.detach())
+                param.grad = None
         before, self._version = self._version, self._current_version()
         return self._fused or self._version != before
 
@@ -114,23 +123,14 @@ class GradBuffers:
         return buffers[slot.group].narrow(0, slot.offset, slot.param.numel()).view(slot.param.shape)
 
     def _attach(self) -> None:
-        for slot, view in zip(self._slots, self._views[self._current], strict=True):
-            slot.param.main_grad = view  # type: ignore[attr-defined]
-            slot.param.grad = None
+        for param, view in self._views[self._current]:
+            param.main_grad = view  # type: ignore[attr-defined]
+            param.grad = None
         self._version = self._current_version()
 
     def _current_version(self) -> int:
         """Counts every write into the accumulating buffer."""
         return sum(buffer._version for buffer in self.accumulating)
-
-    def _reclaim(self, replaced_by_autograd: bool) -> None:
-        if not self._direct:
-            return
-        for slot, view in zip(self._slots, self._views[self._current], strict=True):
-            grad = slot.param.grad
-            if grad is not None and grad is not view:
-                (view.copy_ if replaced_by_autograd else view.add_)(grad.detach())
-            slot.param.grad = None
 
 
 def _add_to_main_grad(param: Tensor) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import sys
 import threading
 from collections.abc import Mapping
@@ -225,7 +226,7 @@ class AccoEngine(DeepSpeedEngine):
             samples = report.micro_batches * self.train_micro_batch_size_per_gpu()
             self.global_samples += samples
         for line in self.optimizer.adviser.take_lines():
-            log_dist(line, ranks=[0])
+            log_dist(line, ranks=[0], level=logging.WARNING)  # also where DeepSpeed's own notices are switched off
         if not report.applied:
             self.skipped_steps += 1
             log_dist(
