@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import signal
 import socket
 import sys
 import time
@@ -20,6 +21,7 @@ from deepspeed.accelerator import get_accelerator
 from megatron.core import parallel_state, tensor_parallel
 
 from megatron_acco.shared_memory import release_shared_memory
+from megatron_acco.training import liveness
 from megatron_acco.training.without_cuda import support_cpu
 
 EXIT_DONE = 0
@@ -156,6 +158,7 @@ def initialize_distributed(ranks: Ranks, tensor_parallel_size: int, timeout_minu
             f"rank {ranks.rank} of {ranks.world_size} could not meet the others at {os.environ['MASTER_ADDR']}:"
             f"{os.environ['MASTER_PORT']} within {timeout_minutes:g} minutes: {error}"
         ) from error
+    liveness.start(ranks.rank, ranks.world_size)
     release_shared_memory()
     if dist.get_world_size() != ranks.world_size:
         raise RuntimeError(f"expected {ranks.world_size} ranks, but {dist.get_world_size()} are there")
@@ -202,12 +205,22 @@ def end_with_message(ranks: Ranks | None, message: str) -> int:
 
 
 def end_after_failure(ranks: Ranks | None) -> None:
-    """Print the exception being handled with its rank and end the process at once.
+    """Print the exception being handled with its rank, and who failed first; end the process at once.
 
     A normal exit would wait for threads and communicators that wait for the other ranks.
     """
+    # The launcher ends the ranks as soon as one is gone, which may be before this one has said what it knows.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
     name = "?" if ranks is None else str(ranks.rank)
     lines = traceback.format_exc().rstrip().splitlines()
-    print("\n".join(f"[rank {name}] {line}" for line in lines), file=sys.stderr, flush=True)
+    _print_error(name, lines)
+    error = sys.exc_info()[1]
+    summary = "; ".join(part.strip() for part in traceback.format_exception_only(error))
+    _print_error(name, liveness.report(summary.splitlines()[0]))
     sys.stdout.flush()
     os._exit(EXIT_FAILED)
+
+
+def _print_error(rank: str, lines: list[str]) -> None:
+    if lines:
+        print("\n".join(f"[rank {rank}] {line}" for line in lines), file=sys.stderr, flush=True)

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader
 
 import megatron_acco
+from megatron_acco.training import liveness
 from megatron_acco.training.arguments import Arguments
 from megatron_acco.training.batches import Batch, to_device
 from megatron_acco.training.checkpoint import Checkpointer, TrainState
@@ -59,6 +60,7 @@ def train(run: Run) -> Stop:
         Why training stopped; `Stop.NO` at its end and at --exit-interval.
     """
     training, state = run.arguments.training, run.state
+    liveness.describe(lambda: _progress(run))
     vote = StopVote(run.control, training.exit_duration_in_mins)
     batches = iter(run.train)
     stop = Stop.NO
@@ -115,7 +117,8 @@ def evaluate_and_log(run: Run, kind: str, loader: DataLoader[Batch] | None) -> N
     run.log.clock.pause()
     run.log.flush()
     started = time.perf_counter()
-    loss = evaluate(run.engine, loader, run.control)
+    with liveness.doing(f"evaluating at iteration {run.state.iteration}"):
+        loss = evaluate(run.engine, loader, run.control)
     if kind == "validation":
         run.state.best_validation_loss = min(run.state.best_validation_loss, loss)
     run.log.evaluation(kind, run.state, loss, time.perf_counter() - started)
@@ -130,10 +133,21 @@ def save(run: Run) -> None:
         megatron_acco.drain(run.engine)
         run.count_samples()
     run.log.note_time(run.state)
-    folder = run.checkpointer.save(run.state)
+    with liveness.doing(f"saving a checkpoint at iteration {run.state.iteration}"):
+        folder = run.checkpointer.save(run.state)
     if folder is not None and dist.get_rank() == 0:
         print(f" saved checkpoint at iteration {run.state.iteration} to {folder}", flush=True)
     run.log.clock.resume()
+
+
+def _progress(run: Run) -> str:
+    """What training is at. Called by another thread."""
+    optimizer = run.engine.optimizer
+    if not isinstance(run.engine, megatron_acco.AccoEngine):
+        return f"computing update {run.engine.global_steps}"
+    part = f"computing micro-batch {optimizer.micro_batches_in_update} of update {optimizer.update}"
+    label = optimizer.lane.outstanding_label
+    return part if label is None else f"{part} beside {label}"
 
 
 def _due(state: TrainState, interval: int | None) -> bool:

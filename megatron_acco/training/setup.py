@@ -16,7 +16,7 @@ from torch.utils.data import Sampler
 import megatron_acco
 from megatron_acco import ds_json
 from megatron_acco.ops import prepare_cpu_ops
-from megatron_acco.training import environment
+from megatron_acco.training import environment, liveness
 from megatron_acco.training.arguments import Arguments, parse_arguments, resolve
 from megatron_acco.training.batches import (
     ConsumedSampleSampler,
@@ -119,7 +119,8 @@ def build_run(plan: Plan, ranks: Ranks) -> Run:
     control = environment.initialize_distributed(
         ranks, arguments.run.tensor_model_parallel_size, arguments.run.distributed_timeout_minutes
     )
-    _agree(plan, control)
+    with liveness.doing("comparing arguments and data with the other ranks"):
+        _agree(plan, control)
     environment.seed_everything(arguments.training.seed)
     model = build_model(arguments.model, plan.padded_vocab_size, arguments.dtype, arguments.sequence_parallel)
     engine, _, _, _ = megatron_acco.initialize(
@@ -133,7 +134,8 @@ def build_run(plan: Plan, ranks: Ranks) -> Run:
     if not isinstance(engine, megatron_acco.AccoEngine):
         sum_partial_gradients_in_backward(model, parallel_state.get_tensor_model_parallel_group())
     checkpointer = Checkpointer(engine, arguments.checkpoint, plan.identity, control)
-    state = TrainState() if plan.found is None else checkpointer.load(plan.found)
+    with liveness.doing("loading a checkpoint"):
+        state = TrainState() if plan.found is None else checkpointer.load(plan.found)
     metrics = _open_metrics(arguments, state, resumed=plan.found is not None)
     log = TrainingLog(
         engine, arguments.logging, metrics, control, _length(arguments), arguments.training.seq_length, state

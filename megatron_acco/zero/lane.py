@@ -134,6 +134,12 @@ class Lane:
         return self._outstanding is None or self._outstanding.done()
 
     @property
+    def outstanding_label(self) -> str | None:
+        """What the lane is working on."""
+        ticket = self._outstanding
+        return None if ticket is None or ticket.done() else ticket.label
+
+    @property
     def failed(self) -> bool:
         """Whether work in the lane has raised."""
         return self._failure is not None

@@ -1,0 +1,100 @@
+"""A failure on one rank ends all ranks, in time, and names itself (CASES B43, B24)."""
+
+from __future__ import annotations
+
+import re
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.integration.test_pretrain import (
+    command,
+    data,  # noqa: F401 (a fixture)
+    jobs,  # noqa: F401 (a fixture)
+    write_json,
+)
+
+LIMIT_SECONDS = 9.0
+GRACE_SECONDS = 30.0
+
+
+def faulty(words: list[str], fault: str, rank: int, call: int) -> list[str]:
+    """The launch with faulty_run.py in the place of pretrain_gpt_acco.py."""
+    script = str(Path(__file__).with_name("faulty_run.py"))
+    place = words.index("pretrain_gpt_acco.py")
+    limit = ["--distributed-timeout-minutes", str(LIMIT_SECONDS / 60.0), "--train-iters", "5000"]
+    return [*words[:place], script, fault, str(rank), str(call), *words[place + 1 :], *limit]
+
+
+def end_of(job: Any) -> tuple[int, str, float]:
+    """Exit code, log, and seconds since the last line of training; asserts that nothing is left."""
+    job.wait_for("iteration        3/")
+    port = int(re.search(r"--master_port[= ](\d+)", job.log.read_text()).group(1))
+    ranks, last, seen = job.ranks(), "", time.monotonic()
+    while job.process.poll() is None:
+        lines = [line for line in job.log.read_text().splitlines() if line.startswith(" iteration")]
+        if lines[-1] != last:
+            last, seen = lines[-1], time.monotonic()
+        assert time.monotonic() - seen < LIMIT_SECONDS + 2 * GRACE_SECONDS, job.log.read_text()[-4000:]
+        time.sleep(0.1)
+    seconds = time.monotonic() - seen
+    _, alive = psutil.wait_procs(ranks, timeout=5)
+    assert not alive
+    with socket.socket() as free:
+        free.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        free.bind(("127.0.0.1", port))
+    return job.process.returncode, job.log.read_text(), seconds
+
+
+@pytest.mark.slow
+def test_an_exception_in_the_lane_of_one_rank_ends_the_job_with_its_traceback(
+    data: Path,  # noqa: F811
+    tmp_path: Path,
+    jobs: Any,  # noqa: F811
+) -> None:
+    words = command(data, write_json(tmp_path, "acco"))
+    code, log, seconds = end_of(jobs(faulty(words, "raise", 1, 24)))
+    assert code != 0 and seconds < GRACE_SECONDS
+    assert "[rank 1] ArithmeticError: a fault in the lane" in log and "reduce_scatter" in log
+    assert re.search(r"raised in the ACCO lane during the \w+ round of update 5 on rank 1", log)
+    assert re.search(r"the first to fail: rank 1 on \S+, while .*update \d: ", log)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_killed_in_a_round_is_named_with_what_it_was_doing(
+    data: Path,  # noqa: F811
+    tmp_path: Path,
+    jobs: Any,  # noqa: F811
+) -> None:
+    words = command(data, write_json(tmp_path, "acco"))
+    code, log, seconds = end_of(jobs(faulty(words, "kill", 1, 24)))
+    assert code != 0 and seconds < GRACE_SECONDS
+    assert re.search(r"\[rank 0\] rank 1 on \S+ gives no sign of life; last it was computing micro-batch", log)
+
+
+@pytest.mark.slow
+def test_the_death_of_rank_0_is_named(
+    data: Path,  # noqa: F811
+    tmp_path: Path,
+    jobs: Any,  # noqa: F811
+) -> None:
+    words = command(data, write_json(tmp_path, "dpu"))
+    code, log, seconds = end_of(jobs(faulty(words, "kill", 0, 24)))
+    assert code != 0 and seconds < GRACE_SECONDS
+    assert "[rank 1] rank 0, which keeps the signs of life, cannot be reached" in log
+
+
+@pytest.mark.slow
+def test_a_rank_that_stops_answering_ends_the_job_after_the_time_limit(
+    data: Path,  # noqa: F811
+    tmp_path: Path,
+    jobs: Any,  # noqa: F811
+) -> None:
+    words = command(data, write_json(tmp_path, "acco"))
+    code, log, seconds = end_of(jobs(faulty(words, "stop", 1, 24)))
+    assert code != 0 and seconds < LIMIT_SECONDS + GRACE_SECONDS
+    assert re.search(r"\[rank 0\] rank 1 on \S+ gives no sign of life", log)
