@@ -104,10 +104,9 @@ class Liveness:
             lines.append(f"rank {rank} on {after[rank].host} gives no sign of life; last it was {after[rank].doing}")
             self._end(after[rank])
         failed = [(s.failed_at, r, s) for r, s in after.items() if s.failed_at is not None]
-        if failed:
+        if failed and not silent:
             _, rank, sign = min(failed, key=lambda item: item[:2])
-            which = "the first of the others to fail" if silent else "the first to fail"
-            lines.append(f"{which}: rank {rank} on {sign.host}, while {sign.doing}: {sign.failure}")
+            lines.append(f"the first to fail: rank {rank} on {sign.host}, while {sign.doing}: {sign.failure}")
         return lines
 
     @staticmethod
@@ -118,11 +117,16 @@ class Liveness:
                 os.kill(sign.process, signal.SIGKILL)
 
     def _beat(self) -> None:
-        while not self._closed.wait(INTERVAL_SECONDS):
-            try:
-                self._write()
-            except Exception:
-                return  # rank 0 has ended; the collectives will say so
+        while not self._closed.wait(INTERVAL_SECONDS) and self.sign():
+            pass
+
+    def sign(self) -> bool:
+        """Leave a sign of life now. False if that is not possible any more."""
+        try:
+            self._write()
+        except Exception:
+            return False  # rank 0 has ended; the collectives will say so
+        return True
 
     def _write(self) -> None:
         with self._lock:
@@ -158,6 +162,7 @@ def describe(progress: Callable[[], str]) -> None:
     """Let `progress` say what this rank is doing outside of `doing` blocks."""
     if current is not None:
         current.describe = progress
+        current.sign()
 
 
 def report(failure: str) -> list[str]:
