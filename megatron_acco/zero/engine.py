@@ -359,13 +359,6 @@ class AccoEngine(DeepSpeedEngine):
             self.loaded_checkpoint_dp_world_size = saved
 
     def _check_universal(self, saved: Mapping[str, torch.Tensor]) -> None:
-        for index, part in enumerate(self.optimizer.layout()):
-            if not part.pieces:
-                raise ValueError(
-                    f"DeepSpeed cannot load the universal form where a rank has no part of parameter group {index} "
-                    f"({sum(part.sizes.values())} elements); load the checkpoint that it was made from, which works on "
-                    f"any number of ranks"
-                )
         for name, tensor in self._untrained().items():
             if name in saved and saved[name].shape != tensor.shape:
                 raise ValueError(

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 from deepspeed.utils import log_dist, logger
+from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 from torch import Tensor
 
 from megatron_acco.config import AccoConfig
@@ -24,9 +25,8 @@ from megatron_acco.zero.parallel import TensorParallel
 from megatron_acco.zero.report import RoundReport
 from megatron_acco.zero.rounds import Launch, Rounds
 from megatron_acco.zero.schedule import COMMIT, PREDICTED, RoundKind, RoundSpec, UpdatePlan, plan_update
-from megatron_acco.zero.shards import EXTRAS_KEY, Partition, Piece
+from megatron_acco.zero.shards import EXTRAS_KEY, EXTRAS_VERSION, Partition, Piece
 
-EXTRAS_VERSION = 1
 REAL = "real"
 
 
@@ -347,6 +347,23 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         rank = dist.get_rank(group=self.dp_process_group)
         own = state_dict_list[rank] if state_dict_list is not None and rank < len(state_dict_list) else None
         self._extras = own.get(EXTRAS_KEY) if isinstance(own, Mapping) else None
+
+    def _load_universal_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """As the base, which fails where this rank has no part of a parameter group: it gets one of no elements."""
+        nothing = fragment_address(numel=0, start=0)
+        without = [
+            (group, params[0])
+            for group, params in enumerate(self.bit16_groups)
+            if all(param._hp_mapping is None for param in params)
+        ]
+        for group, param in without:
+            own, master = param.flatten()[:0], self.single_partition_of_fp32_groups[group][:0]
+            param._hp_mapping = tensor_fragment(own, nothing, master, nothing, {}, {}, False, group)
+        try:
+            super()._load_universal_checkpoint(*args, **kwargs)
+        finally:
+            for _, param in without:
+                param._hp_mapping = None
 
     def layout(self) -> list[Partition]:
         """Where the parameters lie in this rank's partitions, per parameter group."""

@@ -30,6 +30,7 @@ from torch import Tensor
 
 __all__ = [
     "EXTRAS_KEY",
+    "EXTRAS_VERSION",
     "OPTIMIZER_STATE_DICT",
     "Partition",
     "Piece",
@@ -41,7 +42,8 @@ __all__ = [
 ]
 T = TypeVar("T")
 Shard = Mapping[str, Any]
-EXTRAS_KEY = "acco"
+# ACCO's own part of a shard. Other versions than this one are never looked into.
+EXTRAS_KEY, EXTRAS_VERSION = "acco", 1
 _FP32 = "fp32 weights"
 
 
@@ -239,10 +241,15 @@ def _flat_tensors(shard: Shard, index: int) -> dict[str, Tensor]:
     for key, value in _group_state(shard, index).items():
         if torch.is_tensor(value) and value.dim() == 1 and value.numel() in sizes:
             tensors[key] = value
-    for key, value in (shard.get(EXTRAS_KEY) or {}).items():
-        if isinstance(value, list) and value and torch.is_tensor(value[0]):
+    for key, value in _extras(shard).items():
+        if isinstance(value, list):
             tensors[f"{EXTRAS_KEY}.{key}"] = value[index]
     return tensors
+
+
+def _extras(shard: Shard) -> Mapping[str, Any]:
+    extras = shard.get(EXTRAS_KEY) or {}
+    return extras if extras.get("version") == EXTRAS_VERSION else {k: v for k, v in extras.items() if k == "version"}
 
 
 def _assemble(first: Shard, groups: Sequence[_Cut], options: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -272,6 +279,6 @@ def _assemble(first: Shard, groups: Sequence[_Cut], options: Sequence[Mapping[st
             key: [group.whole(f"{EXTRAS_KEY}.{key}", value[i]) for i, group in enumerate(groups)]
             if isinstance(value, list)
             else value
-            for key, value in first[EXTRAS_KEY].items()
+            for key, value in _extras(first).items()
         }
     return result
