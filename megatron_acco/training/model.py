@@ -194,7 +194,14 @@ def build_model(
             layer.mlp.register_forward_hook(_return_a_copy_of_the_bias)
     # DeepSpeed writes it into every checkpoint, and its ds_to_universal asks for it there.
     model.universal_checkpoint_info = universal_checkpoint_info(model)
+    model.register_state_dict_post_hook(_drop_empty_entries)
     return model
+
+
+def _drop_empty_entries(model: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """megatron-core's layers have an extra state for Transformer Engine, None here; ds_to_universal fails on None."""
+    for name in [name for name, value in state.items() if value is None]:
+        del state[name]
 
 
 def universal_checkpoint_info(model: torch.nn.Module) -> dict[str, Any]:
