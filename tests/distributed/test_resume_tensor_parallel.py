@@ -60,7 +60,7 @@ def run(
                 state = observe(engine)
                 engine.save_checkpoint(folder, tag="saved")
             for micro in range(gas):
-                number = replica * gas + micro
+                number = micro * replicas + replica  # the same samples in each half, however many replicas
                 tokens, labels = gpt.batch(update, number // gpt.REPLICAS, number % gpt.REPLICAS)
                 loss = engine(tokens, torch.arange(gpt.LENGTH).expand(2, -1), None, labels=labels).float().mean()
                 engine.backward(loss)
