@@ -25,7 +25,7 @@ from megatron_acco.zero.parallel import TensorParallel
 from megatron_acco.zero.report import RoundReport
 from megatron_acco.zero.rounds import Launch, Rounds
 from megatron_acco.zero.schedule import COMMIT, PREDICTED, RoundKind, RoundSpec, UpdatePlan, plan_update
-from megatron_acco.zero.shards import EXTRAS_KEY, EXTRAS_VERSION, Partition, Piece
+from megatron_acco.zero.shards import EXTRAS_KEY, EXTRAS_VERSION
 
 REAL = "real"
 
@@ -364,21 +364,6 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         finally:
             for _, param in without:
                 param._hp_mapping = None
-
-    def layout(self) -> list[Partition]:
-        """Where the parameters lie in this rank's partitions, per parameter group."""
-        result = []
-        for group, params in enumerate(self.bit16_groups):
-            pieces = {}
-            for param in params:
-                mapping = param._hp_mapping
-                if mapping is not None:
-                    where, own = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
-                    pieces[self.param_names[param]] = Piece(where.start, own.start, own.numel)
-            sizes = {self.param_names[param]: param.numel() for param in params}
-            size, padding = self.single_partition_of_fp32_groups[group].numel(), self.groups_padding[group]
-            result.append(Partition(size, padding, pieces, sizes))
-        return result
 
     def abandon(self) -> None:
         """Wait for the round in flight and forget it, with all gradients accumulated so far."""

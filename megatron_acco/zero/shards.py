@@ -37,6 +37,7 @@ __all__ = [
     "cut",
     "existing_files",
     "fits",
+    "layout_of",
     "load",
     "on_all_ranks",
 ]
@@ -71,6 +72,22 @@ class Partition:
     padding: int
     pieces: Mapping[str, Piece]
     sizes: Mapping[str, int]
+
+
+def layout_of(optimizer: Any) -> list[Partition]:
+    """This rank's partitions of a ZeRO stage 1 optimizer, one per parameter group."""
+    result = []
+    for group, params in enumerate(optimizer.bit16_groups):
+        pieces = {}
+        for param in params:
+            mapping = param._hp_mapping
+            if mapping is not None:
+                where, own = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
+                pieces[optimizer.param_names[param]] = Piece(where.start, own.start, own.numel)
+        sizes = {optimizer.param_names[param]: param.numel() for param in params}
+        size, padding = optimizer.single_partition_of_fp32_groups[group].numel(), optimizer.groups_padding[group]
+        result.append(Partition(size, padding, pieces, sizes))
+    return result
 
 
 def on_all_ranks(work: Callable[[], T]) -> T:

@@ -476,3 +476,24 @@ def test_acco_state_in_a_shard_is_one_copy_of_the_shown_partition(saved) -> None
             weights = state["single_partition_of_fp32_groups"]
             assert len(own) == tensors
             assert [t.numel() for t in own] == [w.numel() for w in weights] * (tensors // len(weights)), name
+
+
+# ---- zero_to_fp32 ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("before", [1, 2, 4])
+def test_B33_zero_to_fp32_gives_every_parameter(saved, before: int) -> None:
+    from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+    folder, states = saved(before)
+    for name in CASES:
+        masters, _ = by_name(pick(states, name))
+        exported = {
+            k: numpy(v) for k, v in get_fp32_state_dict_from_zero_checkpoint(f"{folder}/{name}", "saved").items()
+        }
+        real = pick(states, name)[0].real
+        assert exported.keys() == real.keys(), name
+        for key, value in real.items():
+            assert np.array_equal(exported[key], masters.get(key, value)) or key == "head.weight", (name, key)
+        if "head.weight" in exported:
+            assert np.array_equal(exported["head.weight"], exported["embedding.weight"])
