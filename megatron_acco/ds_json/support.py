@@ -50,7 +50,7 @@ _ZERO_WHY = {
     "cpu_offload_param": "parameter offload is not supported; remove it",
     "round_robin_gradients": "it serves offloading, and has not been tried with ACCO; leave it false",
     "parameter_alignment": "it has not been tried with ACCO; leave it false",
-    "elastic_checkpoint": "ACCO resumes at the number of ranks that saved; leave it false",
+    "elastic_checkpoint": "ACCO resumes on any number of ranks without it; leave it false",
     "load_from_fp32_weights": "ACCO resumes from the fp32 masters; leave it true",
     "legacy_stage1": "DeepSpeed has removed it; leave it out",
     "zero_hpz_partition_size": "it acts in ZeRO stage 3 only; leave it out",
@@ -204,11 +204,6 @@ def _check_offload(path: str, value: Any) -> None:
 def _check_checkpoint(section: Any) -> None:
     if not isinstance(section, Mapping):
         return
-    if section.get("load_universal"):
-        raise ValueError(
-            '"checkpoint.load_universal": a universal checkpoint does not hold what "acco" needs to resume; leave it '
-            f"false, {_SWITCH_BACK}"
-        )
     if section.get("writer") is not None:  # {} already selects another writer
         raise ValueError('"checkpoint.writer": other checkpoint writers have not been tried with "acco"; remove it')
 

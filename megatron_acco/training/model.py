@@ -2,10 +2,18 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from deepspeed.checkpoint.constants import (
+    PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0,
+    PARAMETER_WITH_ROW_PARALLELISM_PATTERNS,
+    TP_REPLICATED_PARAMETER_PATTERNS,
+    UNIVERSAL_CHECKPOINT_VERSION_KEY,
+    UNIVERSAL_CHECKPOINT_VERSION_VALUE,
+)
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
@@ -184,7 +192,41 @@ def build_model(
     if "mlp" in (options.recompute_modules or ()):
         for layer in model.decoder.layers:
             layer.mlp.register_forward_hook(_return_a_copy_of_the_bias)
+    # DeepSpeed writes it into every checkpoint, and its ds_to_universal asks for it there.
+    model.universal_checkpoint_info = universal_checkpoint_info(model)
+    model.register_state_dict_post_hook(_drop_empty_entries)
     return model
+
+
+def _drop_empty_entries(model: torch.nn.Module, state: dict[str, Any], prefix: str, metadata: Any) -> None:
+    """megatron-core's layers have an extra state for Transformer Engine, None here; ds_to_universal fails on None."""
+    for name in [name for name, value in state.items() if value is None]:
+        del state[name]
+
+
+def universal_checkpoint_info(model: torch.nn.Module) -> dict[str, Any]:
+    """How DeepSpeed's ds_to_universal puts the parts of the tensor-parallel ranks together, by parameter name.
+
+    The embedding is not declared a vocabulary tensor: the converter would drop the rows that pad the vocabulary, which
+    take part in the softmax. Hence its padded size must be the same before and after.
+    """
+    rows, pairs, copies = [], [], []
+    for name, parameter in model.named_parameters():
+        pattern = re.escape(name) + "$"
+        if not getattr(parameter, "tensor_model_parallel", False):
+            copies.append(pattern)
+        elif getattr(parameter, "partition_dim", 0) == 1:
+            rows.append(pattern)
+        elif (
+            getattr(parameter, "partition_stride", 1) == 2
+        ):  # gate and up projection of a gated MLP, one after the other
+            pairs.append(pattern)
+    return {
+        UNIVERSAL_CHECKPOINT_VERSION_KEY: UNIVERSAL_CHECKPOINT_VERSION_VALUE,
+        PARAMETER_WITH_ROW_PARALLELISM_PATTERNS: rows,
+        PARAMETER_WITH_2_SUB_PARAMS_CAT_DIM_0: pairs,
+        TP_REPLICATED_PARAMETER_PATTERNS: copies,
+    }
 
 
 def _return_a_copy_of_the_bias(mlp: torch.nn.Module, inputs: Any, outputs: Any) -> Any:

@@ -25,11 +25,12 @@ from megatron_acco.ds_json.optimizers import check_acco_optimizer_object
 from megatron_acco.ds_json.precision import check_device
 from megatron_acco.ds_json.support import check_acco_support
 from megatron_acco.shared_memory import release_shared_memory
+from megatron_acco.zero.checkpoint import CheckpointEngine
 from megatron_acco.zero.optimizer import AccoZeroOptimizer
 from megatron_acco.zero.report import RoundReport
 
 
-class AccoEngine(DeepSpeedEngine):
+class AccoEngine(CheckpointEngine):
     """DeepSpeedEngine whose ZeRO stage 1 optimizer works in ACCO rounds. The user's loop is unchanged.
 
     Raises:
@@ -245,7 +246,7 @@ class AccoEngine(DeepSpeedEngine):
         if scheduler is not None:
             _step_scheduler(scheduler, self._lr_kwargs, samples)
 
-    # ---- theta_t, checkpoints ---------------------------------------------------------------------------------------
+    # ---- theta_t ----------------------------------------------------------------------------------------------------
 
     def destroy(self) -> None:
         """As the base; the module then holds theta_t, for whoever trains or exports it next.
@@ -272,33 +273,6 @@ class AccoEngine(DeepSpeedEngine):
     def drain(self) -> None:
         """Wait for the round in flight and settle it (skip counter, gradient norm, LR scheduler)."""
         self.optimizer.drain()
-
-    def save_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """As the base; the module file holds theta_t. Collective over all ranks.
-
-        Raises:
-            RuntimeError: in the middle of an update, whose gradients no checkpoint holds.
-        """
-        if self.optimizer.micro_batches_in_update:
-            raise RuntimeError(
-                f"save_checkpoint in the middle of an update ({self.optimizer.micro_batches_in_update} of "
-                f"{self.gradient_accumulation_steps()} micro-batches accumulated); call it after the step() that "
-                f"ends an update"
-            )
-        with self.real_parameters():
-            return super().save_checkpoint(*args, **kwargs)
-
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
-        """As the base; then compute is shown what it was shown at the save (theta~ and its kin), else theta.
-
-        Gradients accumulated before the call are forgotten.
-        """
-        self.optimizer.abandon()
-        result = super().load_checkpoint(*args, **kwargs)
-        # DeepSpeed keeps the micro-batches of an update that was begun before the load.
-        self.micro_steps -= self.micro_steps % self.gradient_accumulation_steps()
-        self.optimizer.restore(self.global_steps, loaded=result[0] is not None)
-        return result
 
     def save_16bit_model(self, *args: Any, **kwargs: Any) -> Any:
         """As the base, of theta_t. Collective in mode wp."""

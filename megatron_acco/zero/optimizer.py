@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
+from deepspeed.utils import log_dist, logger
+from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 from torch import Tensor
 
 from megatron_acco.config import AccoConfig
@@ -24,9 +26,8 @@ from megatron_acco.zero.parallel import TensorParallel
 from megatron_acco.zero.report import RoundReport
 from megatron_acco.zero.rounds import Launch, Rounds
 from megatron_acco.zero.schedule import COMMIT, PREDICTED, RoundKind, RoundSpec, UpdatePlan, plan_update
+from megatron_acco.zero.shards import EXTRAS_KEY, EXTRAS_VERSION
 
-EXTRAS_KEY = "acco"
-EXTRAS_VERSION = 1
 REAL = "real"
 
 
@@ -446,6 +447,23 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         own = state_dict_list[rank] if state_dict_list is not None and rank < len(state_dict_list) else None
         self._extras = own.get(EXTRAS_KEY) if isinstance(own, Mapping) else None
 
+    def _load_universal_checkpoint(self, *args: Any, **kwargs: Any) -> None:
+        """As the base, which fails where this rank has no part of a parameter group: it gets one of no elements."""
+        nothing = fragment_address(numel=0, start=0)
+        without = [
+            (group, params[0])
+            for group, params in enumerate(self.bit16_groups)
+            if all(param._hp_mapping is None for param in params)
+        ]
+        for group, param in without:
+            own, master = param.flatten()[:0], self.single_partition_of_fp32_groups[group][:0]
+            param._hp_mapping = tensor_fragment(own, nothing, master, nothing, {}, {}, False, group)
+        try:
+            super()._load_universal_checkpoint(*args, **kwargs)
+        finally:
+            for _, param in without:
+                param._hp_mapping = None
+
     def abandon(self) -> None:
         """Wait for the round in flight and forget it, with all gradients accumulated so far."""
         self.show_for_compute()
@@ -465,18 +483,27 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
             update: its number.
             loaded: weights, masters and state were loaded; otherwise compute starts at the theta that is there.
 
-        Without ACCO's extras (a checkpoint of plain ZeRO-1, weights only) compute starts at theta itself.
+        Without ACCO's extras (a checkpoint of plain ZeRO-1 or of a later release, weights only) compute starts at
+        theta itself.
         """
         if not loaded:
             self._gather_loaded(None, self.bit16_groups_flat)
         self.update = update
         self.adviser.restart(self.acco.mode)
         extras, self._extras = self._extras, None
-        self._skipped = extras.get("untold") if extras is not None else None
         self._shows_real = True
+        if extras is not None and extras.get("version") != EXTRAS_VERSION:
+            if dist.get_rank() == 0:
+                logger.warning(
+                    f"ACCO's own state in the checkpoint has version {extras.get('version')}, this release reads "
+                    f"{EXTRAS_VERSION}: it is left out, and compute starts at theta"
+                )
+            extras = None
+        self._skipped = extras["untold"] if extras is not None else None
         # Weights shown under another mode's rule mean nothing to this one's.
-        usable = extras is not None and (extras["version"], extras["mode"]) == (EXTRAS_VERSION, self.acco.mode.value)
-        if not self._all_ranks(usable):
+        if not self.agree(extras is not None and extras["mode"] == self.acco.mode.value):
+            if loaded and update:
+                log_dist("compute starts at theta: the checkpoint has no estimate for this mode of ACCO", ranks=[0])
             return
         assert extras is not None
         shown, pending = extras["shown"], extras["pending"]
@@ -488,7 +515,8 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
             self._gather_loaded(None if real else pending, self._buffers.gathered_weights())
             self._pending = COMMIT if real else PREDICTED
 
-    def _all_ranks(self, flag: bool) -> bool:
+    def agree(self, flag: bool) -> bool:
+        """Whether `flag` holds on all ranks. Collective."""
         tensor = torch.tensor([int(flag)], dtype=torch.int32, device=self.bit16_groups_flat[0].device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MIN)  # tensor-parallel ranks of a replica, too
         return bool(tensor.item())

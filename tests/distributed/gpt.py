@@ -110,7 +110,7 @@ def build(case: Case) -> Any:
     return model
 
 
-def engine_of(case: Case, model: Any, gas: int) -> Any:
+def engine_of(case: Case, model: Any, gas: int, **extra: Any) -> Any:
     import megatron_acco
     from megatron_acco.training.environment import Mpu
     from megatron_acco.training.model import parameter_groups
@@ -124,6 +124,7 @@ def engine_of(case: Case, model: Any, gas: int) -> Any:
         "zero_optimization": {"stage": 1},
         "bf16": {"enabled": case.bf16},
         "steps_per_print": 10**9,
+        **extra,
     }
     if case.fp16:
         config |= fp16_section()

@@ -12,6 +12,7 @@ import torch
 
 from tests.distributed import models
 from tests.distributed.harness import RankPool
+from tests.distributed.precision import FAULTY, Fault, faulty, fp16_allowed, fp16_section
 from tests.distributed.reference import error
 from tests.distributed.test_determinism import assert_same_bits
 from tests.distributed.test_parameters import one_group
@@ -19,10 +20,12 @@ from tests.distributed.training import (
     BETAS,
     EPS,
     Net,
+    Round,
     Run,
     assemble,
     batch,
     client_optimizer,
+    engine_for,
     json_config,
     layout,
     named,
@@ -91,6 +94,7 @@ def resumed(run: Run, first: int, folder: str) -> tuple[Any, ...]:
     return result
 
 
+BF16_SUMS = {"data_types": {"grad_accum_dtype": "bf16"}}
 RESUMED_RUNS = [
     Run("acco", "ds_adamw", clip=0.5),
     Run("acco", "torch_adam"),
@@ -98,6 +102,8 @@ RESUMED_RUNS = [
     Run("acco", "sgd", clip=0.5),
     Run("acco", "lion"),
     Run("acco", "ds_adamw", bf16=True),
+    Run("acco", "ds_adamw", bf16=True, extra=BF16_SUMS),
+    Run("acco", "torch_adamw", acco={"warmup_updates": 9}),
     Run("acco", "torch_adamw", acco={"warmup_updates": 10}),
     Run("acco", "torch_adamw", acco={"warmup_updates": 13}),
     Run("dpu", "ds_adamw", clip=0.5),
@@ -105,14 +111,19 @@ RESUMED_RUNS = [
     Run("wp", "torch_adamw", clip=0.5),
     Run("wp", "lion"),
     Run("wp", "ds_adamw", bf16=True),
+    Run("dpu", "torch_adamw", bf16=True, extra=BF16_SUMS, acco={"warmup_updates": 9}),
     Run("sync", "ds_adamw"),
+    Run("sync", "torch_adamw", bf16=True),
 ]
 
 
 @pytest.mark.parametrize(
     "run",
     [dataclasses.replace(run, updates=20) for run in RESUMED_RUNS],
-    ids=lambda r: f"{r.mode}-{r.optimizer}-gas{r.gas}-{'bf16' if r.bf16 else 'fp32'}{r.acco.get('warmup_updates', '')}",
+    ids=lambda r: (
+        f"{r.mode}-{r.optimizer}-gas{r.gas}-{'bf16' if r.bf16 else 'fp32'}"
+        f"{'-sums' if r.extra else ''}{r.acco.get('warmup_updates', '')}"
+    ),
 )
 def test_B29_resume_in_new_processes_is_bit_identical(ranks, new_processes, tmp_path, run: Run) -> None:
     without_save = ranks(2).run(straight, run, -1, str(tmp_path))
@@ -126,6 +137,68 @@ def test_B29_resume_in_new_processes_is_bit_identical(ranks, new_processes, tmp_
     for a, b in zip(without_save, after_load, strict=True):
         assert a[2] == b[2], "learning rates"
         assert all(np.array_equal(a[3][name], b[3][name]) for name in a[3]), "weights shown to compute"
+
+
+@dataclasses.dataclass
+class ScaledTraining:
+    """What a training in fp16 shows on a rank: `Trace`'s figures, per update, and the weights at its end."""
+
+    rounds: list[Round]
+    where: list[Any]
+    scales: list[list[float]]
+    skipped: list[int]
+    rates: list[float]
+    shown: dict[str, np.ndarray]
+
+
+def scaled(
+    run: Run, updates: range, faults: list[Fault], folder: str, save_at: int = -1, load: bool = False
+) -> ScaledTraining:
+    """Job: some updates in fp16, with values injected into gradients, a save before one of them or a load first."""
+    import megatron_acco
+
+    rank, inject = torch.distributed.get_rank(), [0.0]
+    model = Net(seed=99 if load else 1, dtype=torch.float16)
+    optimizer = client_optimizer(run.optimizer, parameter_groups(model))
+    with fp16_allowed(), engine_for(model, run.config(), optimizer, lr_scheduler=schedule) as (engine, zero):
+        if load:
+            path, _ = engine.load_checkpoint(folder, tag="half")
+            assert path is not None and engine.global_steps == updates.start
+        result = ScaledTraining(record_rounds(zero), layout(engine, zero), [], [], [], {})
+        dict(engine.module.named_parameters())[FAULTY[0]].register_hook(lambda grad: faulty(grad, inject[0]))
+        for update in updates:
+            if update == save_at:
+                engine.save_checkpoint(folder, tag="half")
+            result.scales.append([])
+            for micro in range(run.gas):
+                inject[0] = sum(value for *where, value in faults if where == [update, rank, micro])
+                result.scales[-1].append(float(zero.loss_scale))
+                engine.backward(engine(*batch(update, rank, micro, torch.float16)))
+                engine.step()
+            megatron_acco.drain(engine)
+            result.skipped.append(engine.skipped_steps)
+            result.rates.append(engine.get_lr()[0])
+        result.shown = {name: numpy(p) for name, p in model.named_parameters()}
+        return result
+
+
+@pytest.mark.parametrize("half", [0, 3], ids=["first_half", "second_half"])
+@pytest.mark.parametrize("mode", ["acco", "dpu", "wp", "sync"])
+def test_B29_resume_in_fp16_right_after_a_skipped_update(ranks, tmp_path, mode: str, half: int) -> None:
+    run = Run(mode, "torch_adamw", clip=0.5, extra=fp16_section(loss_scale_window=3))
+    faults = [(5, 1, half, float("inf")), (9, 0, half, float("inf"))]
+    whole = ranks(2).run(scaled, run, range(12), faults, str(tmp_path))
+    saved = ranks(2).run(scaled, run, range(12), faults, str(tmp_path), save_at=6)
+    loaded = ranks(2).run(scaled, run, range(6, 12), faults, str(tmp_path), load=True)
+    rounds = [assemble([(r.rounds, r.where) for r in results]) for results in (whole, saved, loaded)]
+    assert_same_bits(rounds[0], rounds[1])
+    assert_same_bits([r for r in rounds[0] if r.update >= 6], rounds[2])
+    assert whole[0].skipped[4:7] == [0, 1, 1] and whole[0].skipped[-1] == 2
+    assert len({scale for update in whole[0].scales[6:] for scale in update}) > 1, "the scale falls and grows"
+    for before, after in zip(whole, loaded, strict=True):
+        assert before.scales[6:] == after.scales and before.skipped[6:] == after.skipped
+        assert before.rates[6:] == after.rates
+        assert all(np.array_equal(before.shown[name], after.shown[name]) for name in before.shown)
 
 
 @pytest.mark.parametrize("ranks_", [1, 3, 4])
@@ -268,42 +341,3 @@ def test_B33_zero_to_fp32_of_57_elements(ranks, tmp_path) -> None:
     exported = get_fp32_state_dict_from_zero_checkpoint(str(tmp_path), "four")
     assert exported.keys() == masters.keys()
     assert all(np.array_equal(numpy(exported[name]), value) for name, value in masters.items())
-
-
-def save_state(make_model: Any, folder: str, elastic: bool) -> Any:
-    """Job: 4 updates, save; state by shard."""
-    model = make_model()
-    engine, zero = start(model, json_config("acco", zero={"elastic_checkpoint": elastic}), one_group(model))
-    rounds, where = run_updates(engine, zero, range(4), models.vector_data)
-    engine.save_checkpoint(folder, tag="four")
-    engine.destroy()
-    return rounds, where
-
-
-def load_state(make_model: Any, folder: str, elastic: bool) -> Any:
-    """Job: load; masters and moments by shard, or the refusal."""
-    model = make_model()
-    engine, zero = start(model, json_config("acco", zero={"elastic_checkpoint": elastic}), one_group(model))
-    try:
-        engine.load_checkpoint(folder, tag="four")
-    except Exception as refused:
-        return f"{type(refused).__name__}: {refused}"
-    masters, states, _ = shards(zero)
-    result = masters, states, layout(engine, zero)
-    engine.destroy()
-    return result
-
-
-@pytest.mark.parametrize("make_model", [models.vectors_57, models.vectors_5])
-@pytest.mark.parametrize(("before", "after"), [(2, 2), (4, 4), (2, 3)])
-def test_B08_moments_of_odd_sizes_after_load(ranks, tmp_path, make_model: Any, before: int, after: int) -> None:
-    saved = assemble(ranks(before).run(save_state, make_model, str(tmp_path), False))[-1]
-    results = ranks(after).run(load_state, make_model, str(tmp_path), False)
-    if before != after:
-        # Stock ZeRO refuses another number of ranks, with a reason; so do we.
-        assert all(isinstance(r, str) and "world size" in r for r in results), results
-        return
-    where = results[0][2]
-    assert error(named([r[0] for r in results], where), saved.masters) == 0.0
-    for moment, value in saved.state.items():
-        assert error(named([[s[moment] for s in r[1]] for r in results], where), value) == 0.0

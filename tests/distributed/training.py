@@ -240,9 +240,11 @@ def numpy(tensor: torch.Tensor) -> np.ndarray:
 
 def shards(zero: Any) -> tuple[list[np.ndarray], list[dict[str, np.ndarray]], list[Any]]:
     """Copies of this rank's masters, moments and step counts, a list entry per group."""
-    masters = [numpy(p) for p in zero.single_partition_of_fp32_groups]
+    # DeepSpeed's BF16_Optimizer has other names for the same.
+    partitions = getattr(zero, "single_partition_of_fp32_groups", None) or zero.fp32_groups_flat_partition
+    masters = [numpy(p) for p in partitions]
     states, steps = [], []
-    for p, group in zip(zero.single_partition_of_fp32_groups, zero.optimizer.param_groups, strict=True):
+    for p, group in zip(partitions, zero.optimizer.param_groups, strict=True):
         state = zero.optimizer.state.get(p, {})
         states.append({k: numpy(v) for k, v in state.items() if torch.is_tensor(v) and v.numel() == p.numel() > 1})
         counters = {k: float(v) for k, v in state.items() if k not in states[-1] and v is not None}
@@ -280,7 +282,9 @@ def layout(engine: Any, zero: Any) -> list[list[tuple[str, int, tuple[int, ...]]
     """Per group: (name, offset in the flat group, shape) of its parameters."""
     names = {p: name for name, p in engine.module.named_parameters()}
     result = []
-    for flat, params in zip(zero.bit16_groups_flat, zero.bit16_groups, strict=True):
+    own = hasattr(zero, "bit16_groups")
+    groups = (zero.bit16_groups_flat, zero.bit16_groups) if own else (zero.bf16_groups_flat, zero.bf16_groups)
+    for flat, params in zip(*groups, strict=True):
         origin, size = flat.data_ptr(), flat.element_size()
         offsets = [(p.data_ptr() - origin) // size if p.numel() else 0 for p in params]
         result.append([(names[p], o, tuple(p.shape)) for p, o in zip(params, offsets, strict=True)])
