@@ -135,6 +135,7 @@ class Checkpointer:
         staging = store.staging_folder(self.folder, tag, self._job)
         generators = self._gather(random_state())
         content = {
+            "format": store.FORMAT,
             "state": dataclasses.asdict(state),
             "generators": generators,
             "identity": dataclasses.asdict(self.identity),

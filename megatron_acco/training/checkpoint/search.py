@@ -165,7 +165,11 @@ class Search:
                 raise Damaged(fault)
             warnings.append(fault)
             for older in self.candidates(tag):
-                if (older_fault := self.fault(older)) is None:
+                try:
+                    older_fault = self.fault(older)
+                except ValueError as error:  # another program's, which nobody asked for
+                    older_fault = str(error)
+                if older_fault is None:
                     tag = older
                     break
                 warnings.append(older_fault)
@@ -223,7 +227,7 @@ class Search:
 
     def _check(self, tag: str) -> Identity:
         folder = self.folder / tag
-        if not (folder / store.MANIFEST).is_file() and (folder / "mp_rank_00_model_states.pt").is_file():
+        if not (folder / store.MANIFEST).is_file() and (folder / store.MODEL_FILE).is_file():
             return _check_without_manifest(folder, self.universal)
         manifest = store.read_manifest(folder)
         saved = Identity(**manifest.identity)
@@ -260,10 +264,13 @@ class Search:
     # ---- by all ranks -----------------------------------------------------------------------------------------------
 
     def require(self, tag: str) -> str | None:
-        """As `fault`, for a checkpoint that another rank has chosen."""
+        """As `fault`, for a checkpoint that another rank sees, and never raises."""
         if not (self.folder / tag).is_dir():
             return f"no folder {self.folder / tag}"
-        return self.fault(tag)
+        try:
+            return self.fault(tag)
+        except ValueError as error:
+            return str(error)
 
 
 def agree(search: Search | None, strict: bool, control: dist.ProcessGroup) -> Found | None:
@@ -300,7 +307,10 @@ def agree(search: Search | None, strict: bool, control: dist.ProcessGroup) -> Fo
         faults = _gather(search.require(tag), control)
         if not any(faults):
             warning = f"{'; '.join(_merged(table))}; resuming from {tag}, the newest that is whole for all ranks"
-            return search._accept(tag, (warning,))
+            try:
+                return search._accept(tag, (warning,))
+            except ValueError as error:
+                raise Refused(str(error)) from error
         table += [f"rank {rank} on {chosen[rank][0]}: {fault}" for rank, fault in enumerate(faults) if fault]
     raise Refused(f"no checkpoint is whole for all ranks: {'; '.join(_merged(table))}")
 
@@ -335,7 +345,7 @@ def _numbers(match: re.Match[str]) -> tuple[int, int]:
 
 def _check_without_manifest(folder: Path, universal: bool) -> Identity:
     """Presence of every file, and the identity from the model file, which has to be unpickled for it."""
-    model_file = folder / "mp_rank_00_model_states.pt"
+    model_file = folder / store.MODEL_FILE
     try:
         content = torch.load(model_file, map_location="cpu", mmap=True, weights_only=False)
     except Exception as error:
@@ -345,6 +355,8 @@ def _check_without_manifest(folder: Path, universal: bool) -> Identity:
         raise ValueError(f"--load {folder.parent}: {folder.name} was not written by pretrain_gpt_acco.py")
     saved = _as_json(Identity(**header["identity"]))
     converted = (folder / "zero").is_dir()
+    if "format" in header and not converted:
+        raise Damaged(f"no file {folder / store.MANIFEST}")
     if converted and not universal:
         raise ValueError(
             f"--load {folder.parent}: {folder.name} is a universal checkpoint; give "

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 MANIFEST = "manifest.json"
+MODEL_FILE = "mp_rank_00_model_states.pt"
 FORMAT = 1
 _SAVING, _REPLACED, _DELETING, _LATEST, _RANK = ".saving-", ".replaced-", ".deleting-", ".latest-", ".rank-"
 _BLOCK = 1 << 22
@@ -188,11 +189,12 @@ def delete_older(save: Path, keep: int, newest: str, job: str) -> list[str]:
 
 
 def list_tags(folder: Path) -> list[str]:
-    """Checkpoints with a manifest, whole or not, the latest update first."""
+    """Checkpoints, whole or not, the latest update first. Those of earlier releases have no manifest."""
     try:
-        tags = [path.parent.name for path in folder.glob(f"*/{MANIFEST}") if not path.parent.name.startswith(".")]
+        files = [*folder.glob(f"*/{MANIFEST}"), *folder.glob(f"*/{MODEL_FILE}")]
     except OSError:
         return []
+    tags = {path.parent.name for path in files if not path.parent.name.startswith(".")}
     return sorted(tags, key=lambda tag: (step_of(tag), tag), reverse=True)
 
 
