@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Sampler, default_collate
 
+from megatron_acco.training.control import STOP_SIGNALS
+
 Batch = dict[str, torch.Tensor]
 
 
@@ -98,9 +100,9 @@ class _Collate:
 
 
 def _leave_signals_to_the_rank(worker: int) -> None:
-    """The launcher sends SIGTERM to loader processes too; the rank still needs its data to finish the update."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    """The launcher sends signals to loader processes too; the rank still needs its data to finish the update."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
 
 
 def build_loader(

@@ -8,11 +8,14 @@ import signal
 import time
 from collections.abc import Iterator
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
 import torch.distributed as dist
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT)
+"""Ask for a save and the end of the run. Slurm sends SIGUSR1 ahead of the time limit (`--signal=USR1@120`)."""
 
 
 class Stop(IntEnum):
@@ -21,6 +24,29 @@ class Stop(IntEnum):
     NO = 0
     DURATION = 1
     SIGNAL = 2
+
+
+class Saving(IntEnum):
+    """How far a rank's files of a checkpoint that is written beside training are; the largest of all ranks counts."""
+
+    NONE = 0
+    WRITTEN = 1
+    WRITING = 2
+    FAILED = 3
+
+
+class Verdict(NamedTuple):
+    """What the ranks' votes of one update come to.
+
+    Attributes:
+        stop: whether and why to stop.
+        saving: how far the ranks' files are.
+        about: the update whose checkpoint was being written when the votes were cast, None if none was.
+    """
+
+    stop: Stop = Stop.NO
+    saving: Saving = Saving.NONE
+    about: int | None = None
 
 
 class StopVote:
@@ -37,22 +63,30 @@ class StopVote:
         self.interrupts = 0
         self._launcher = _launcher_chain()
         self._vote: torch.Tensor | None = None
+        self._about: int | None = None
         self._work: Any = None
 
-    def exchange(self) -> Stop:
-        """The verdict on the previous update's votes; casts this rank's vote for the next."""
+    def exchange(self, saving: Saving = Saving.NONE, about: int | None = None) -> Verdict:
+        """The verdict on the previous update's votes; casts this rank's votes for the next.
+
+        Args:
+            saving: how far this rank's files of the checkpoint in flight are.
+            about: the update of that checkpoint, the same on all ranks.
+        """
         verdict = self.finish()
-        self._vote = torch.tensor([int(self._mine())], dtype=torch.int32)
+        self._vote = torch.tensor([self._mine(), saving], dtype=torch.int32)
+        self._about = about
         self._work = dist.all_reduce(self._vote, op=dist.ReduceOp.MAX, group=self.control, async_op=True)
         return verdict
 
-    def finish(self) -> Stop:
+    def finish(self) -> Verdict:
         """The verdict on the votes in flight; none is in flight afterwards."""
         if self._work is None:
-            return Stop.NO
+            return Verdict()
         self._work.wait()
         assert self._vote is not None
-        verdict = Stop(int(self._vote.item()))
+        stop, saving = self._vote.tolist()
+        verdict = Verdict(Stop(stop), Saving(saving), self._about)
         self._work = self._vote = None
         return verdict
 
@@ -68,7 +102,10 @@ class StopVote:
 
     @contextlib.contextmanager
     def listening(self) -> Iterator[None]:
-        """While inside, SIGTERM and Ctrl-C ask for a stop at an update boundary; a second Ctrl-C stops at once."""
+        """While inside, SIGTERM, SIGUSR1 and Ctrl-C ask for a stop at an update boundary.
+
+        A second Ctrl-C stops at once.
+        """
 
         def on_signal(number: int, frame: Any) -> None:
             self.interrupts += number == signal.SIGINT
@@ -79,7 +116,7 @@ class StopVote:
                 os.write(2, f"{name} received: finishing the update, then saving and leaving\n".encode())
             self.signalled = True
 
-        before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+        before = {number: signal.signal(number, on_signal) for number in STOP_SIGNALS}
         try:
             yield
         finally:

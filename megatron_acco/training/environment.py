@@ -12,6 +12,7 @@ import traceback
 from collections.abc import MutableMapping
 from dataclasses import dataclass
 from datetime import timedelta
+from typing import NoReturn
 
 import deepspeed
 import numpy
@@ -25,13 +26,13 @@ from megatron_acco.training import liveness
 from megatron_acco.training.without_cuda import support_cpu
 
 EXIT_DONE = 0
-"""Training reached its end, --exit-interval or --exit-duration-in-mins."""
+"""Training reached its end, the end of the data, --exit-interval or --exit-duration-in-mins."""
 EXIT_FAILED = 1
-"""Something failed on this rank; the launcher ends the others."""
+"""Something failed on this rank, or a checkpoint could not be saved; the launcher ends the others."""
 EXIT_BAD_INPUT = 2
 """Arguments, JSON, data or checkpoint were refused before the model was built."""
 EXIT_SIGNAL = 75
-"""Stopped by SIGTERM or Ctrl-C; if there is a --save folder, it holds a checkpoint to resume from."""
+"""Stopped by SIGTERM, SIGUSR1 or Ctrl-C; if there is a --save folder, it holds a checkpoint to resume from."""
 
 _SEEDS_PER_REPLICA = 10_000
 
@@ -217,10 +218,15 @@ def end_after_failure(ranks: Ranks | None) -> None:
     error = sys.exc_info()[1]
     summary = "; ".join(part.strip() for part in traceback.format_exception_only(error))
     _print_error(name, liveness.report(summary.splitlines()[0]))
-    sys.stdout.flush()
-    os._exit(EXIT_FAILED)
+    end_at_once(EXIT_FAILED)
 
 
 def _print_error(rank: str, lines: list[str]) -> None:
     if lines:
         print("\n".join(f"[rank {rank}] {line}" for line in lines), file=sys.stderr, flush=True)
+
+
+def end_at_once(code: int) -> NoReturn:
+    """End the process without the waiting of a normal exit."""
+    sys.stdout.flush()
+    os._exit(code)

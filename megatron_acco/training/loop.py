@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch.distributed as dist
+from megatron.core import parallel_state
 from torch.utils.data import DataLoader
 
 import megatron_acco
 from megatron_acco.training import liveness
 from megatron_acco.training.arguments import Arguments
 from megatron_acco.training.batches import Batch, to_device
-from megatron_acco.training.checkpoint import Checkpointer, TrainState
-from megatron_acco.training.control import Stop, StopVote
+from megatron_acco.training.checkpoint import Checkpointer, Found, Saved, TrainState
+from megatron_acco.training.control import Stop, StopVote, Verdict
 from megatron_acco.training.evaluate import evaluate, masked_mean, token_losses
 from megatron_acco.training.metrics import TrainingLog
 
@@ -33,13 +34,20 @@ class Run:
     log: TrainingLog
     checkpointer: Checkpointer
     control: dist.ProcessGroup
+    found: Found | None = None
 
-    @property
-    def finished(self) -> bool:
-        """Whether the run is as long as it was to be. The same on all ranks at the same update."""
+    position: int = 0
+    """With adaptive accumulation: micro-batches that this rank has done of its own stream of samples."""
+
+    def finished(self, last: int) -> bool:
+        """Whether the run is as long as it was to be. The same on all ranks at the same update.
+
+        Args:
+            last: its last update, if accumulation is fixed.
+        """
         if self.arguments.adaptive:
             return self.state.consumed_train_samples >= self.arguments.train_samples
-        return self.state.iteration >= self.arguments.train_iters
+        return self.state.iteration >= last
 
     def count_samples(self) -> None:
         """Count the samples consumed, at the end of an update.
@@ -52,12 +60,19 @@ class Run:
         else:
             self.state.consumed_train_samples += self.arguments.global_batch_size
 
+    def gather_positions(self) -> None:
+        """Note how far every replica is in its stream. Collective."""
+        places: list[Any] = [None] * dist.get_world_size()
+        own = (parallel_state.get_data_parallel_rank(), self.position)
+        dist.all_gather_object(places, own, group=self.control)
+        self.state.micro_batches_by_rank = [position for _, position in sorted(set(places))]
+
 
 def train(run: Run) -> Stop:
     """Train to the end of the run or to the first reason to stop. Collective over all ranks.
 
     Returns:
-        Why training stopped; `Stop.NO` at its end and at --exit-interval.
+        Why training stopped; `Stop.NO` at its end, at the end of the data and at --exit-interval.
     """
     training, state = run.arguments.training, run.state
     liveness.describe(lambda: _progress(run))
@@ -65,31 +80,45 @@ def train(run: Run) -> Stop:
     batches = iter(run.train)
     stop = Stop.NO
     first, evaluated = state.iteration, state.iteration
+    last = last_iteration(run)
     run.log.clock.resume()
     with vote.listening():
-        while not run.finished and stop is Stop.NO:
+        while not run.finished(last) and stop is Stop.NO:
             learning_rate = train_update(run, batches)
             state.iteration += 1
             run.count_samples()
             run.log.end_update(state, learning_rate)
-            stop = vote.exchange()
+            verdict = vote.exchange(run.checkpointer.progress(), run.checkpointer.iteration_in_flight)
+            stop = verdict.stop
+            settle_save(run, verdict)
             if _due(state, training.eval_interval) and stop is Stop.NO:
                 evaluate_and_log(run, "validation", run.validation)
                 evaluated = state.iteration
             if _due(state, run.arguments.checkpoint.save_interval) and stop is Stop.NO:
-                save(run)
+                save(run, background=run.arguments.checkpoint.async_save)
             if _due(state, training.exit_interval):
                 break
-        late = vote.finish()
-        finished = run.finished
+        late = vote.finish().stop
+        finished = run.finished(last)
         run.log.flush()
         if finished and stop is Stop.NO and state.iteration > first:
             if evaluated != state.iteration:
                 evaluate_and_log(run, "validation", run.validation)
             evaluate_and_log(run, "test", run.test)
         save(run)
+        run.checkpointer.close()
         run.log.write_profile(at_end=True)
+    if finished and last < run.arguments.train_iters and dist.get_rank() == 0:
+        print(f" the data ends with iteration {last} of {run.arguments.train_iters}", flush=True)
     return Stop.NO if finished else max(stop, late)
+
+
+def last_iteration(run: Run) -> int:
+    """The last update that has all its micro-batches: data that ends in the middle of one must not begin it."""
+    if run.arguments.adaptive:  # streams without end
+        return run.arguments.train_iters
+    whole = len(run.train) // run.arguments.num_microbatches
+    return min(run.arguments.train_iters, run.state.iteration + whole)
 
 
 def train_update(run: Run, batches: Iterator[Batch]) -> float:
@@ -107,6 +136,7 @@ def train_update(run: Run, batches: Iterator[Batch]) -> float:
         run.log.add_loss(loss)
         learning_rate = engine.get_lr()[0]
         engine.step()
+        run.position += 1
     return learning_rate
 
 
@@ -125,19 +155,51 @@ def evaluate_and_log(run: Run, kind: str, loader: DataLoader[Batch] | None) -> N
     run.log.clock.resume()
 
 
-def save(run: Run) -> None:
-    """Save a checkpoint at this update. Not counted as training time."""
+def save(run: Run, background: bool = False) -> None:
+    """Save a checkpoint at this update. Not counted as training time.
+
+    Args:
+        run: the run.
+        background: go on training while it is written.
+    """
     run.log.clock.pause()
+    started = time.perf_counter()
     run.log.flush()
     if run.arguments.adaptive:
         megatron_acco.drain(run.engine)
         run.count_samples()
+        run.gather_positions()
     run.log.note_time(run.state)
     with liveness.doing(f"saving a checkpoint at iteration {run.state.iteration}"):
-        folder = run.checkpointer.save(run.state)
-    if folder is not None and dist.get_rank() == 0:
-        print(f" saved checkpoint at iteration {run.state.iteration} to {folder}", flush=True)
+        saved = run.checkpointer.start_save(run.state, background)
+    held = time.perf_counter() - started
+    _report_saved(run, saved, held)
+    if run.checkpointer.iteration_in_flight is not None and dist.get_rank() == 0:
+        print(
+            f" saving checkpoint at iteration {run.state.iteration} beside training | training held for {held:.2f} s |",
+            flush=True,
+        )
     run.log.clock.resume()
+
+
+def settle_save(run: Run, verdict: Verdict) -> None:
+    """Make the checkpoint that was written beside training the one to resume from, once all ranks have written."""
+    run.log.clock.pause()
+    started = time.perf_counter()
+    saved = run.checkpointer.settle(verdict)
+    _report_saved(run, saved, time.perf_counter() - started)
+    run.log.clock.resume()
+
+
+def _report_saved(run: Run, saved: list[Saved], held: float) -> None:
+    if dist.get_rank() != 0:
+        return
+    for one in saved:
+        written = "" if one.writing_seconds is None else f" written in {one.writing_seconds:.2f} s |"
+        saved_to = f" saved checkpoint at iteration {one.iteration} to {one.folder}"
+        print(f"{saved_to} | training held for {held:.2f} s |{written}", flush=True)
+    for notice in run.checkpointer.take_notices():
+        print(f" NOTICE: {notice}", flush=True)
 
 
 def _progress(run: Run) -> str:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from megatron_acco.config import acco_config
 from megatron_acco.ds_json import describe_batch
 from megatron_acco.training import environment
+from megatron_acco.training.checkpoint import Refused, SaveError
 from megatron_acco.training.control import Stop
 from megatron_acco.training.environment import Ranks
 from megatron_acco.training.loop import Run, train
@@ -36,6 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         stop = train(run)
         dist.barrier(group=run.control)
         dist.destroy_process_group()
+    except Refused as error:
+        environment.end_at_once(environment.end_with_message(ranks, str(error)))
+    except SaveError as error:
+        environment.end_with_message(ranks, str(error))
+        environment.end_at_once(environment.EXIT_FAILED)
     except BaseException:
         environment.end_after_failure(ranks)
     return environment.EXIT_SIGNAL if stop is Stop.SIGNAL else environment.EXIT_DONE
@@ -54,14 +60,22 @@ def report_start(plan: Plan, run: Run, threads: str) -> None:
         f" device {run.engine.device}, {str(arguments.dtype).removeprefix('torch.')}, optimizer "
         f"{type(run.engine.optimizer).__name__} around {type(run.engine.basic_optimizer).__name__}"
     )
-    if plan.found is not None:
-        print(f" resumed from {plan.found.folder / plan.found.tag} at iteration {run.state.iteration}")
-        for notice in plan.found.notices:
+    found = run.found
+    if found is not None:
+        for warning in found.warnings:
+            print(f" WARNING: {warning}")
+        print(f" resumed from {found.folder / found.tag} at iteration {run.state.iteration}")
+        if found.checked_bytes:
+            size, seconds = found.checked_bytes / 1e6, found.checked_seconds
+            print(f" checksums of this rank's share, {size:.1f} MB, compared in {seconds:.2f} s")
+        for notice in found.notices:
             print(f" NOTICE: {notice}")
     elif arguments.checkpoint.load is not None:
         print(f" NOTICE: no checkpoint in {arguments.checkpoint.load} yet; training starts fresh")
     elif arguments.checkpoint.save is not None and (Path(arguments.checkpoint.save) / "latest").is_file():
         print(f" NOTICE: {arguments.checkpoint.save} holds the checkpoint of a run before; the first save replaces it")
+    for notice in run.checkpointer.take_notices():
+        print(f" NOTICE: {notice}")
     if arguments.adaptive:
         goal = f"sample {run.state.consumed_train_samples} to {arguments.train_samples}"
     else:

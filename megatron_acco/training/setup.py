@@ -26,12 +26,15 @@ from megatron_acco.training.batches import (
 )
 from megatron_acco.training.checkpoint import (
     Checkpointer,
-    Found,
     Identity,
+    Reader,
+    Search,
     TrainState,
+    agree,
     describe_schedule,
     find_checkpoint,
     lock_folder,
+    refuse_other_writers,
 )
 from megatron_acco.training.data import Datasets, build_datasets
 from megatron_acco.training.environment import Ranks
@@ -48,7 +51,10 @@ _FASTEST = 2
 
 @dataclass(frozen=True)
 class Plan:
-    """A run whose arguments, JSON, data and checkpoint have been found good. Nothing is built yet."""
+    """A run whose arguments, JSON, data and checkpoint have been found good. Nothing is built yet.
+
+    `search` is this rank's search for a checkpoint, None if training starts fresh.
+    """
 
     arguments: Arguments
     schedule: Schedule
@@ -56,7 +62,7 @@ class Plan:
     padded_vocab_size: int
     datasets: Datasets
     identity: Identity
-    found: Found | None
+    search: Search | None
     folder_lock: Any
 
 
@@ -106,10 +112,13 @@ def make_plan(argv: Sequence[str] | None, ranks: Ranks) -> Plan:
         tensor_parallel=tensor_parallel_size,
         arguments=arguments.as_dict(),
     )
-    found = find_checkpoint(arguments.checkpoint, identity, arguments.optimizer.override_opt_param_scheduler)
+    refuse_other_writers(arguments.checkpoint, arguments.deepspeed)
+    reader = Reader(ranks.rank, ranks.world_size, ranks.local_rank)
+    override = arguments.optimizer.override_opt_param_scheduler
+    search = find_checkpoint(arguments.checkpoint, identity, override, reader)
     save = arguments.checkpoint.save
     lock = lock_folder(Path(save)) if save is not None and ranks.rank == 0 else None
-    return Plan(arguments, schedule, tokenizer.vocab_size, padded, datasets, identity, found, lock)
+    return Plan(arguments, schedule, tokenizer.vocab_size, padded, datasets, identity, search, lock)
 
 
 def build_run(plan: Plan, ranks: Ranks) -> Run:
@@ -119,8 +128,9 @@ def build_run(plan: Plan, ranks: Ranks) -> Run:
     control = environment.initialize_distributed(
         ranks, arguments.run.tensor_model_parallel_size, arguments.run.distributed_timeout_minutes
     )
-    with liveness.doing("comparing arguments and data with the other ranks"):
+    with liveness.doing("comparing arguments, data and checkpoints with the other ranks"):
         _agree(plan, control)
+        found = agree(plan.search, arguments.checkpoint.load_strict, control)
     environment.seed_everything(arguments.training.seed)
     model = build_model(arguments.model, plan.padded_vocab_size, arguments.dtype, arguments.sequence_parallel)
     engine, _, _, _ = megatron_acco.initialize(
@@ -135,14 +145,15 @@ def build_run(plan: Plan, ranks: Ranks) -> Run:
         sum_partial_gradients_in_backward(model, parallel_state.get_tensor_model_parallel_group())
     checkpointer = Checkpointer(engine, arguments.checkpoint, plan.identity, control)
     with liveness.doing("loading a checkpoint"):
-        state = TrainState() if plan.found is None else checkpointer.load(plan.found)
-    metrics = _open_metrics(arguments, state, resumed=plan.found is not None)
+        state = TrainState() if found is None else checkpointer.load(found)
+    metrics = _open_metrics(arguments, state, resumed=found is not None)
     log = TrainingLog(
         engine, arguments.logging, metrics, control, _length(arguments), arguments.training.seq_length, state
     )
-    run = Run(arguments, engine, state, *_loaders(plan, state), log, checkpointer, control)
+    run = Run(arguments, engine, state, *_loaders(plan, state), log, checkpointer, control, found)
+    run.position = state.position(parallel_state.get_data_parallel_rank(), plan.identity.ranks)
     environment.seed_dropout(arguments.training.seed)
-    if plan.found is not None:
+    if found is not None:
         checkpointer.restore_generators()
     return run
 
@@ -159,11 +170,10 @@ def _fused_adam(config: Mapping[str, Any]) -> bool:
 
 
 def _agree(plan: Plan, control: dist.ProcessGroup) -> None:
-    """All ranks must have read the same arguments, data and checkpoint (think of files that differ per host)."""
+    """All ranks must have read the same arguments and data (think of files that differ per host)."""
     mine = {
         "arguments": {**plan.identity.arguments, "run": {**plan.identity.arguments["run"], "local_rank": None}},
         "sample index": plan.datasets.key,
-        "checkpoint": None if plan.found is None else plan.found.tag,
     }
     others: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(others, mine, group=control)
