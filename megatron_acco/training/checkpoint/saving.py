@@ -105,7 +105,7 @@ class Checkpointer:
         self.engine.checkpoint_engine = self._writer
 
     def _clean_up(self) -> None:
-        (self.folder / f".rank-{self._job}-{dist.get_rank()}").unlink()
+        (self.folder / f".rank-{self._job}-{dist.get_rank()}").unlink(missing_ok=True)
         if self._leads() and (gone := store.remove_leftovers(self.folder)):
             self.notices.append(f"removed what interrupted saves left in {self.folder}: {', '.join(gone)}")
 
