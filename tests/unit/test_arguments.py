@@ -198,6 +198,11 @@ def test_a_scheduler_section_is_refused() -> None:
         with_json(config, "--lr", "1e-3")
 
 
+def test_a_profile_of_rounds_needs_rounds() -> None:
+    with pytest.raises(ValueError, match="--profile-rounds shows the rounds of ACCO"):
+        with_json({"zero_optimization": {"stage": 1}}, "--profile-rounds", "rounds.json")
+
+
 def test_batch_sizes_that_do_not_multiply_show_all_numbers() -> None:
     with pytest.raises(ValueError) as caught:
         with_json(JSON, "--lr", "1e-3", "--global-batch-size", "12", ranks=2)
