@@ -6,9 +6,9 @@ A tiny GPT (megatron-core, 2 layers) trains for some updates under DeepSpeed's o
 gloo ranks with the same samples, and saves. Each checkpoint is then resumed by both, on 1, 2 and 4 ranks, as it is and
 through DeepSpeed's `ds_to_universal`. Printed is, for the first micro-batches after the resume, the difference of the
 mean loss to that of the run that saved, and how far the runs are apart some updates later, against a run of the same
-method that was never interrupted (nothing where the method changes). ACCO has two losses at a checkpoint: at the estimate, which compute is shown next,
-and at the committed weights, which other methods and the universal form start from. The exit code is 1 if a first loss
-differs by more than `--tolerance`.
+method that was never interrupted (nothing where the method changes). ACCO has two losses at a checkpoint: at the
+estimate, which compute is shown next, and at the committed weights, which other methods and the universal form start
+from. The exit code is 1 if a first loss differs by more than `--tolerance`.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from deepspeed.utils import log_dist, logger
 from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 from torch import Tensor
 
-from megatron_acco.config import AccoConfig
+from megatron_acco.config import AccoConfig, Mode
 from megatron_acco.zero.access import link_parameters, unlink_parameters
 from megatron_acco.zero.advice import Adviser
 from megatron_acco.zero.buffers import GradBuffers, Slot
@@ -502,7 +502,7 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         self._skipped = extras["untold"] if extras is not None else None
         # Weights shown under another mode's rule mean nothing to this one's.
         if not self.agree(extras is not None and extras["mode"] == self.acco.mode.value):
-            if loaded and update:
+            if loaded and update > self.acco.warmup_updates and self.acco.mode is not Mode.SYNC:
                 log_dist("compute starts at theta: the checkpoint has no estimate for this mode of ACCO", ranks=[0])
             return
         assert extras is not None

@@ -138,7 +138,6 @@ def test_acco_zero_defaults_written_out_pass() -> None:
         ({"use_data_before_expert_parallelism": True}, ["use_data_before_expert_parallelism"]),
         ({"sequence_parallel_size": 2}, ["sequence_parallel_size"]),
         ({"data_parallel_size": 2}, ["data_parallel_size"]),
-        ({"checkpoint": {"load_universal": True}}, ["checkpoint.load_universal"]),
         ({"checkpoint": {"writer": {"type": "FAST"}}}, ["checkpoint.writer"]),
         ({"checkpoint": {"writer": {}}}, ["checkpoint.writer"]),
     ],
@@ -167,6 +166,7 @@ def test_acco_with_an_unsupported_feature_is_refused(changes: Json, fragments: l
         {"managed_gradient_accumulation": True, "disable_allgather": False, "sequence_parallel_size": 1},
         {"compile": {"deepcompile": False}, "tensor_parallel": {"autotp_size": 0}, "pipeline": {}},
         {"checkpoint": {"tag_validation": "Warn", "use_node_local_storage": False, "writer": None}},
+        {"checkpoint": {"load_universal": True}},
         {"torch_autocast": {}, "expert_parallel": {}, "datastates_ckpt": False, "sparse_gradients": False},
     ],
 )
