@@ -1,7 +1,7 @@
 """pretrain_gpt_acco.py with a disk that fails on one rank: what a test cannot do to a real one.
 
-MEGATRON_ACCO_FAULT is `<kind> <rank> <iteration>`. From that rank's shard of that checkpoint on, kind `hang` writes half
-of the file, says so and goes on writing for ever; kind `full` finds no space left on the device.
+MEGATRON_ACCO_FAULT is `<kind> <rank> <iteration>`. At that rank's shard of that checkpoint, kind `hang` writes half of
+the file, says so and goes on writing for ever; kind `full` finds no space left on the device.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """pretrain_gpt_acco.py under the real launcher, two CPU ranks, a model of 30 thousand weights.
 
-Covers CASES B29 and B38 (exact resume, random generators), B35 (a rank is killed while it writes its shard), B43 (a rank
-dies), B45 (too few processes), B53 (consumed samples), B24 and B61 (log figures), the save on SIGTERM and SIGUSR1, a full
-disk, data that ends early, and bad input: one message, non-zero exit, no model built.
+Covers CASES B29 and B38 (exact resume, random generators), B35 (a rank is killed while it writes its shard), B43 (a
+rank dies), B45 (too few processes), B53 (consumed samples), B24 and B61 (log figures), the save on SIGTERM and SIGUSR1,
+a full disk, data that ends early, and bad input: one message, non-zero exit, no model built.
 """
 
 from __future__ import annotations
@@ -302,35 +302,35 @@ def test_a_rank_killed_while_it_writes_its_shard_loses_nothing(
     data: Path, tmp_path: Path, jobs: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     config, save = write_json(tmp_path, "acco"), tmp_path / "run"
-    words = ["--save", str(save), "--load", str(save), "--train-iters", "8", "--save-interval", "3"]
-    job = jobs(with_fault(command(data, config, *words), "hang", 1, 6, monkeypatch))
+    words = ["--save", str(save), "--load", str(save), "--train-iters", "12", "--save-interval", "5"]
+    job = jobs(with_fault(command(data, config, *words), "hang", 1, 10, monkeypatch))
     job.wait_for("writing slowly")
     ranks = job.ranks()
     ranks[1].kill()
     assert job.end() != 0
     _, alive = psutil.wait_procs(ranks, timeout=60)
     assert not alive
-    assert (save / "latest").read_text() == "global_step3" and not (save / "global_step6").exists()
-    assert list(save.glob(".saving-global_step6-*"))
+    assert (save / "latest").read_text() == "global_step5" and not (save / "global_step10").exists()
+    assert list(save.glob(".saving-global_step10-*"))
 
     output = succeed(command(data, config, *words))
-    assert "at iteration 3" in output and "removed what interrupted saves left" in output
-    assert [record["iteration"] for record in records(save)] == list(range(1, 9))
-    assert sorted(path.name for path in save.glob("*global_step*")) == [f"global_step{t}" for t in (3, 6, 8)]
+    assert "at iteration 5" in output and "removed what interrupted saves left" in output
+    assert [record["iteration"] for record in records(save)] == list(range(1, 13))
+    assert sorted(path.name for path in save.glob("*global_step*")) == [f"global_step{t}" for t in (10, 12, 5)]
     assert not list(save.glob(".saving*"))
 
-    # One byte of rank 1's shard turns over: rank 1 alone sees it, both go back to iteration 6.
-    (shard,) = (save / "global_step8").glob("zero_pp_rank_1_*")
+    # One byte of rank 1's shard turns over: rank 1 alone sees it, both go back to iteration 10.
+    (shard,) = (save / "global_step12").glob("zero_pp_rank_1_*")
     content = bytearray(shard.read_bytes())
     content[len(content) // 2] ^= 1
     shard.write_bytes(content)
     refused([*command(data, config, *words), "--load-strict"], f"{shard} is damaged")
-    # On the way, a smaller batch: the data of 8 updates of 8 samples ends in the middle of an update of 6.
-    smaller = ["--global-batch-size", "6", "--override-opt_param-scheduler", "--train-iters", "9"]
-    config = write_json(tmp_path, "dpu", gradient_accumulation_steps=3)
+    # On the way, a smaller batch: 15 updates of 6 samples end 10 samples after 10 updates of 8.
+    smaller = ["--global-batch-size", "6", "--override-opt_param-scheduler", "--train-iters", "15"]
+    config = write_json(tmp_path, "acco", gradient_accumulation_steps=3)
     output = succeed(command(data, config, *words, *smaller))
-    assert f"WARNING: global_step8 is not whole: {shard} is damaged" in output and "at iteration 6" in output
-    assert "the data ends with iteration 7 of 9" in output and (save / "latest").read_text() == "global_step7"
+    assert f"WARNING: global_step12 is not whole: {shard} is damaged" in output and "at iteration 10" in output
+    assert "the data ends with iteration 11 of 15" in output and (save / "latest").read_text() == "global_step11"
 
 
 @pytest.mark.slow
