@@ -1,7 +1,8 @@
 """pretrain_gpt_acco.py under the real launcher, two CPU ranks, a model of 30 thousand weights.
 
-Covers CASES B29 and B38 (exact resume, random generators), B43 (a rank dies), B45 (too few processes), B53 (consumed
-samples), B24 and B61 (log figures), the save on SIGTERM, and bad input: one message, non-zero exit, no model built.
+Covers CASES B29 and B38 (exact resume, random generators), B35 (a rank is killed while it writes its shard), B43 (a
+rank dies), B45 (too few processes), B53 (consumed samples), B24 and B61 (log figures), the save on SIGTERM and SIGUSR1,
+a full disk, data that ends early, and bad input: one message, non-zero exit, no model built.
 """
 
 from __future__ import annotations
@@ -265,8 +266,16 @@ def test_sigterm_saves_at_an_update_boundary_and_the_run_goes_on_from_there(
     assert job.end() == 75
     iteration = int((save / "latest").read_text().removeprefix("global_step"))
     assert iteration >= 3 and len(records(save)) == iteration
-    output = succeed(command(data, config, *words, "--exit-interval", str(iteration + 2)))
-    assert f"at iteration {iteration}" in output and len(records(save)) == iteration + 2
+    # The same command continues. SIGUSR1 (Slurm's notice ahead of the time limit) does the same as SIGTERM.
+    job = jobs(command(data, config, *words, "--async-save", "--save-interval", "2", "--save-retain", "1"))
+    job.wait_for("written in ")
+    job.ranks()[0].send_signal(signal.SIGUSR1)
+    assert job.end() == 75
+    output = job.log.read_text()
+    assert f"at iteration {iteration}" in output and "beside training | training held for" in output
+    last = int((save / "latest").read_text().removeprefix("global_step"))
+    assert last > iteration and len(records(save)) == last
+    assert [path.name for path in save.glob("global_step*")] == [f"global_step{last}"]
 
 
 @pytest.mark.slow
@@ -281,6 +290,60 @@ def test_sigterm_to_the_deepspeed_command_saves_and_leaves_no_orphan(data: Path,
     assert not alive
     iteration = int((save / "latest").read_text().removeprefix("global_step"))
     assert iteration >= 3 and len(records(save)) == iteration
+
+
+def with_fault(words: list[str], kind: str, rank: int, iteration: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setenv("MEGATRON_ACCO_FAULT", f"{kind} {rank} {iteration}")
+    return ["tests/integration/faulty_disk.py" if word == "pretrain_gpt_acco.py" else word for word in words]
+
+
+@pytest.mark.slow
+def test_a_rank_killed_while_it_writes_its_shard_loses_nothing(
+    data: Path, tmp_path: Path, jobs: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config, save = write_json(tmp_path, "acco"), tmp_path / "run"
+    words = ["--save", str(save), "--load", str(save), "--train-iters", "12", "--save-interval", "5"]
+    job = jobs(with_fault(command(data, config, *words), "hang", 1, 10, monkeypatch))
+    job.wait_for("writing slowly")
+    ranks = job.ranks()
+    ranks[1].kill()
+    assert job.end() != 0
+    _, alive = psutil.wait_procs(ranks, timeout=60)
+    assert not alive
+    assert (save / "latest").read_text() == "global_step5" and not (save / "global_step10").exists()
+    assert list(save.glob(".saving-global_step10-*"))
+
+    output = succeed(command(data, config, *words))
+    assert "at iteration 5" in output and "removed what interrupted saves left" in output
+    assert [record["iteration"] for record in records(save)] == list(range(1, 13))
+    assert sorted(path.name for path in save.glob("*global_step*")) == [f"global_step{t}" for t in (10, 12, 5)]
+    assert not list(save.glob(".saving*"))
+
+    # One byte of rank 1's shard turns over: rank 1 alone sees it, both go back to iteration 10.
+    (shard,) = (save / "global_step12").glob("zero_pp_rank_1_*")
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    refused([*command(data, config, *words), "--load-strict"], f"{shard} is damaged")
+    # On the way, a smaller batch: 15 updates of 6 samples end 10 samples after 10 updates of 8.
+    smaller = ["--global-batch-size", "6", "--override-opt_param-scheduler", "--train-iters", "15"]
+    config = write_json(tmp_path, "acco", gradient_accumulation_steps=3)
+    output = succeed(command(data, config, *words, *smaller))
+    assert f"WARNING: global_step12 is not whole: {shard} is damaged" in output and "at iteration 10" in output
+    assert "the data ends with iteration 11 of 15" in output and (save / "latest").read_text() == "global_step11"
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_the_run_with_one_message_and_keeps_the_last_checkpoint(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save = tmp_path / "run"
+    words = command(data, write_json(tmp_path, "acco"), "--save", str(save), "--save-interval", "2", "--async-save")
+    code, output = run(with_fault(words, "full", 1, 4, monkeypatch))
+    assert code != 0 and "ERROR: the checkpoint of iteration 4 could not be saved" in output, output[-3000:]
+    assert "rank 1: " in output and "No space left on device" in output and "Traceback" not in output
+    assert (save / "latest").read_text() == "global_step2" and not list(save.glob(".saving*"))
+    assert [path.name for path in save.glob("global_step*")] == ["global_step2"]
 
 
 @pytest.mark.slow
@@ -386,15 +449,15 @@ def test_checkpoints_that_do_not_fit_are_refused(
 
     shard = next((save / "global_step8").glob("*optim_states.pt"))
     shard.rename(tmp_path / "shard")
-    assert "is incomplete, it has no optimizer file of rank 0" in message()
+    assert f"no file {shard}" in message()
     (tmp_path / "shard").rename(shard)
 
     model = save / "global_step8" / "mp_rank_00_model_states.pt"
     shutil.copy(model, tmp_path / "model")
     with open(model, "r+b") as file:
         file.truncate(100)
-    assert "is damaged" in message()
+    assert "has 100 bytes instead of" in message()
     (tmp_path / "model").rename(model)
 
     (save / "latest").write_text("")
-    assert "names ''" in message()
+    assert "names ''" in message("--load-strict")

@@ -86,8 +86,7 @@ class Checkpointer:
         # Ranks that see one folder are led by the lowest of them.
         self._leader = store.lowest_token(folder, self._job, rank)
         leaders = set(self._gather(self._leader))
-        gone = self._try(self._clean_up)
-        self._raise_errors(f"cannot write to --save {folder}", gone)
+        self._raise_errors(f"cannot write to --save {folder}", self._try(self._clean_up))
         if len(leaders) > 1 and not self.engine.use_node_local_storage():
             self.notices.append(
                 f"the ranks see {len(leaders)} different --save folders: each holds a part of a checkpoint, and only "
@@ -105,7 +104,8 @@ class Checkpointer:
         self.engine.checkpoint_engine = self._writer
 
     def _clean_up(self) -> None:
-        (self.folder / f".rank-{self._job}-{dist.get_rank()}").unlink(missing_ok=True)
+        token = store.token_of(self.folder, self._job, dist.get_rank())
+        token.unlink(missing_ok=True)  # the leader may have been here already
         if self._leads() and (gone := store.remove_leftovers(self.folder)):
             self.notices.append(f"removed what interrupted saves left in {self.folder}: {', '.join(gone)}")
 

@@ -283,14 +283,19 @@ def lock_folder(folder: Path) -> Any:
 def leave_token(folder: Path, job: str, rank: int) -> Path:
     """Make the folder, and in it a file by which other ranks see whether it is their folder too."""
     folder.mkdir(parents=True, exist_ok=True)
-    token = folder / f"{_RANK}{job}-{rank}"
+    token = token_of(folder, job, rank)
     token.touch()
     return token
 
 
+def token_of(folder: Path, job: str, rank: int) -> Path:
+    """The file that `leave_token` makes."""
+    return folder / f"{_RANK}{job}-{rank}"
+
+
 def lowest_token(folder: Path, job: str, rank: int) -> int:
     """The lowest rank that sees this folder. Asks by name: the listing of a network folder may be old."""
-    return next(other for other in range(rank + 1) if (folder / f"{_RANK}{job}-{other}").exists())
+    return next(other for other in range(rank + 1) if token_of(folder, job, other).exists())
 
 
 def sync_folder(folder: Path) -> None:
