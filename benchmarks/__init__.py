@@ -1,0 +1,1 @@
+"""Benchmarks, and the cluster in a box that they and the tests run on."""
