@@ -212,6 +212,7 @@ class Cluster:
         steps = [
             f"hostname {name}",
             "mount -t proc proc /proc",
+            "mount -t sysfs sysfs /sys",  # else it shows the network of the machine
             "mount -t tmpfs tmpfs /dev/shm",
             "mount -t tmpfs -o mode=755 tmpfs /run",
             "mkdir -p /run/sshd",
@@ -299,8 +300,8 @@ class Cluster:
             command = "tc qdisc del dev {device} root 2>/dev/null || true"
         else:
             # 5 ms of the rate: what passes at once after a pause is little, and a timer that is late costs nothing.
-            burst = max(32_768, int(speed / 8 * 0.005))
-            command = f"tc qdisc replace dev {{device}} root tbf rate {int(speed)}bit burst {burst}b latency 50ms"
+            burst = max(32_768, int(speed / 8 * 0.002))
+            command = f"tc qdisc replace dev {{device}} root tbf rate {int(speed)}bit burst {burst}b latency 5ms"
         if direction in ("both", "out"):
             self._in_host(host, command.format(device=INTERFACE))
         if direction in ("both", "in"):
