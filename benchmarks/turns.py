@@ -1,0 +1,112 @@
+"""Engines that take turns in one run: what the benchmarks of speed share.
+
+All engines live in the same processes, on the same model and data, and are timed turn by turn (A B C A B C ...), so
+that whatever else the machine does meets all of them alike.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import deepspeed
+import torch
+import torch.distributed as dist
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import logger
+from megatron.core import parallel_state
+
+import megatron_acco
+from megatron_acco.shared_memory import release_shared_memory
+from megatron_acco.training.model import ModelOptions, build_model
+
+VOCABULARY = 4096
+
+
+def add_model_arguments(parser: argparse.ArgumentParser, **defaults: int) -> None:
+    """Options of the model and its batch."""
+    sizes = {"micro_batch_size": 4, "seq_length": 256, "hidden_size": 256, "num_layers": 6} | defaults
+    for name, size in sizes.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=size)
+    parser.add_argument("--bf16", action="store_true")
+
+
+def start() -> None:
+    """Meet the other ranks. Collective."""
+    logger.setLevel(logging.WARNING)
+    deepspeed.init_distributed()
+    release_shared_memory()
+    parallel_state.initialize_model_parallel()
+
+
+def new_model(args: argparse.Namespace) -> torch.nn.Module:
+    """A GPT model, the same at every call and on every rank."""
+    torch.manual_seed(1234)
+    options = ModelOptions(
+        num_layers=args.num_layers,
+        hidden_size=args.hidden_size,
+        num_attention_heads=max(1, args.hidden_size // 64),
+        max_position_embeddings=args.seq_length,
+        hidden_dropout=0.0,
+        attention_dropout=0.0,
+    )
+    return build_model(options, VOCABULARY, torch.bfloat16 if args.bf16 else torch.float32)
+
+
+def new_engine(
+    args: argparse.Namespace,
+    accumulation: int,
+    acco: Mapping[str, Any] | None,
+    zero: Mapping[str, Any] | None = None,
+) -> Any:
+    """An engine of its own.
+
+    Args:
+        accumulation: micro-batches per rank and update.
+        acco: the `acco` section; None is DeepSpeed's own ZeRO-1.
+        zero: further keys of `zero_optimization`.
+    """
+    model = new_model(args)
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": args.micro_batch_size,
+        "gradient_accumulation_steps": accumulation,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1}},
+        "zero_optimization": {"stage": 1, **(zero or {})},
+        "bf16": {"enabled": args.bf16},
+    }
+    if acco is not None:
+        config["acco"] = dict(acco)
+    return megatron_acco.initialize(model=model, model_parameters=list(model.parameters()), config=config)[0]
+
+
+def micro_batches(args: argparse.Namespace, seed: int) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
+    """Endless (tokens, positions, labels) of this rank, each [micro-batch, sequence]."""
+    generator = torch.Generator().manual_seed(seed * 1000 + dist.get_rank())
+    shape = (args.micro_batch_size, args.seq_length + 1)
+    device = get_accelerator().current_device_name()
+    positions = torch.arange(args.seq_length, device=device).expand(args.micro_batch_size, -1)
+    while True:
+        tokens = torch.randint(VOCABULARY, shape, generator=generator).to(device)
+        yield tokens[:, :-1], positions, tokens[:, 1:]
+
+
+def train_micro_batch(engine: Any, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
+    """The user's loop, one pass."""
+    tokens, positions, labels = batch
+    losses = engine(tokens, positions, None, labels=labels)
+    engine.backward(losses.float().mean())
+    engine.step()
+
+
+def ratios(values: Sequence[float], base: Sequence[float]) -> list[float]:
+    """Turn by turn."""
+    return [value / other for value, other in zip(values, base, strict=True)]
+
+
+def spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """Median, smallest and largest."""
+    return statistics.median(values), min(values), max(values)
