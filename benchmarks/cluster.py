@@ -40,7 +40,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -527,8 +527,11 @@ class Job:
         self.processes = processes
         self._logs = logs
 
-    def wait(self, timeout: float, grace: float = 10.0) -> list[int]:
+    def wait(self, timeout: float, grace: float = 10.0, poll: Callable[[], None] | None = None) -> list[int]:
         """Exit codes of all ranks. `grace` seconds after one has failed the others are killed, as launchers do.
+
+        Args:
+            poll: called a few times per second meanwhile.
 
         Raises:
             subprocess.TimeoutExpired: after `timeout` seconds; all are killed.
@@ -536,6 +539,8 @@ class Job:
         deadline = time.monotonic() + timeout
         failed = False
         while any(process.poll() is None for process in self.processes):
+            if poll is not None:
+                poll()
             if not failed and any(process.poll() for process in self.processes):
                 failed, deadline = True, min(deadline, time.monotonic() + grace)
             if time.monotonic() > deadline:
