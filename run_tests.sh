@@ -4,7 +4,9 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 . scripts/venv.sh
+. scripts/cluster_tools.sh
 ensure_venv test
+ensure_cluster_tools
 
 # Ranks of one machine share its cores: more threads than cores make every test slower.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"

@@ -57,6 +57,7 @@ SSH_TOOLS = {"sshd": "openssh-server", "ssh": "openssh-client", "ssh-keygen": "o
 
 _counter = itertools.count()
 _UNITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
+_UNSHARE = ["unshare", "--net", "--uts", "--mount", "--ipc", "--pid", "--fork"]
 # The shell opens /proc/self itself, and that /proc is still the machine's: its own number as the machine counts.
 _FIRST_PROCESS = 'read pid rest </proc/self/stat; {setup} echo "$pid"; read closed'
 
@@ -82,7 +83,7 @@ def _kernel_refusal() -> str | None:
         "ip link add name bridge type bridge && ip link add name port type veth && "
         "tc qdisc add dev port root tbf rate 1mbit burst 32kb latency 50ms && mount -t tmpfs tmpfs /dev/shm"
     )
-    probe = ["unshare", "--net", "--uts", "--mount", "--ipc", "--pid", "--fork", "sh", "-c", script]
+    probe = [*_UNSHARE, "sh", "-c", script]
     result = subprocess.run(probe, capture_output=True, text=True)
     if result.returncode == 0:
         return None
@@ -189,8 +190,7 @@ class Cluster:
     def _hold(self, setup: str) -> int:
         """Make namespaces that live as long as this process or `close`. Returns the number of their first process."""
         holder = subprocess.Popen(
-            ["unshare", "--net", "--uts", "--mount", "--ipc", "--pid", "--fork", "--kill-child"]
-            + ["sh", "-ec", _FIRST_PROCESS.format(setup=setup)],
+            [*_UNSHARE, "--kill-child", "sh", "-ec", _FIRST_PROCESS.format(setup=setup)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

@@ -155,7 +155,7 @@ class Clocks:
 
     def __init__(self, engine: Any) -> None:
         self._lane: int | None = None
-        optimizer = getattr(engine, "optimizer", None)
+        optimizer: Any = getattr(engine, "optimizer", None)
         if hasattr(optimizer, "round_observer"):
             optimizer.round_observer = self._meet_lane
 
@@ -371,7 +371,7 @@ def report(results: dict[str, list[list[Turn]]], measured: dict[str, Any], args:
     )
     heads = ["method", "tokens/s", "min", "max", f"/{best or 'zero1'}", "min", "max", "/compute", "min", "max"]
     heads += ["mb/update", "round s", "exposed s", "overlap", "lane cpu", "all cpu"]
-    print("{:14}".format(heads[0]) + "".join(f"{head:>{max(8, len(head) + 1)}}" for head in heads[1:]))
+    print(f"{heads[0]:14}" + "".join(f"{head:>{max(8, len(head) + 1)}}" for head in heads[1:]))
     methods: dict[str, Any] = {}
     for name, values in rates.items():
         row: list[str] = [f"{value:.0f}" for value in turns.spread(values)]
@@ -383,7 +383,10 @@ def report(results: dict[str, list[list[Turn]]], measured: dict[str, Any], args:
             methods[name][f"ratio_to_{base}"] = turns.ratios(values, rates[base])
             row += [f"{value:.3f}" for value in turns.spread(methods[name][f"ratio_to_{base}"])]
         methods[name]["rounds"] = figures = round_figures(results[name])
-        row += ["-" if value is None else f"{value:{form}}" for (_, form), value in zip(FIGURES, figures.values())]
+        row += [
+            "-" if value is None else f"{value:{form}}"
+            for (_, form), value in zip(FIGURES, figures.values(), strict=True)
+        ]
         print(f"{name:14}" + "".join(f"{t:>{max(8, len(h) + 1)}}" for h, t in zip(heads[1:], row, strict=True)))
     if args.out:
         arguments = {key: str(value) for key, value in vars(args).items()}
