@@ -329,7 +329,8 @@ def test_a_rank_killed_while_it_writes_its_shard_loses_nothing(
     smaller = ["--global-batch-size", "6", "--override-opt_param-scheduler", "--train-iters", "15"]
     config = write_json(tmp_path, "acco", gradient_accumulation_steps=3)
     output = succeed(command(data, config, *words, *smaller))
-    assert f"WARNING: global_step12 is not whole: {shard} is damaged" in output and "at iteration 10" in output
+    assert f"global_step12 is not whole: {shard} is damaged" in output and "at iteration 10" in output
+    assert "WARNING: " in output and "resuming from global_step10, the newest that is whole for all ranks" in output
     assert "the data ends with iteration 11 of 15" in output and (save / "latest").read_text() == "global_step11"
 
 
