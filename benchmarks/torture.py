@@ -117,7 +117,7 @@ class Job:
 def torture(folder: Path, kills: int, updates: int, save_interval: int, seed: int) -> Figures:
     """Carry it out in `folder`."""
     started, chance, figures = time.monotonic(), random.Random(seed), Figures(updates=updates)
-    corpus = prepare_corpus(folder / "corpus", CorpusSettings(str(standard_library() / "json"), vocab_size=300))
+    corpus = prepare_corpus(folder / "corpus", CorpusSettings(str(standard_library()), vocab_size=512))
     config = folder / "acco.json"
     config.write_text(json.dumps(CONFIG))
     data = ["--train-data-path", str(corpus.prefix("train"))]
