@@ -90,8 +90,7 @@ def preprocess(options: PreprocessOptions, tokenizer_options: TokenizerOptions, 
         except OSError as error:
             raise ValueError(f"writing {work} failed: {error}; the same command continues") from error
         finally:
-            with contextlib.suppress(OSError):
-                work.rmdir()  # only if nothing was done
+            _remove_what_helps_nobody(work)
     seconds = time.perf_counter() - started
     size = sum(source.size for source in sources)
     return Summary(job.written, job.counts, size, seconds, job.resumed, job.encoder.way)
@@ -338,6 +337,12 @@ _STATE = "state.json"
 _MODEL = "tokenizer.model"
 _MODEL_STATE = "tokenizer.json"
 _PUBLISHED = ("bin", "meta.json", "idx")
+
+
+def _remove_what_helps_nobody(work: Path) -> None:
+    """Remove the folder if there is neither progress nor a trained model in it to continue from."""
+    if work.is_dir() and not (work / _STATE).exists() and not (work / _MODEL).exists():
+        shutil.rmtree(work, ignore_errors=True)
 
 
 def _check_training(options: PreprocessOptions, tokenizer: TokenizerOptions) -> TokenizerOptions:

@@ -379,7 +379,7 @@ def test_formats_and_folders_in_the_order_of_names(tmp_path: Path, tokenizer: To
     (folder / "b.jsonl.gz").write_bytes(gzip.compress(lines[:700]) + gzip.compress(lines[700:]))
     for name, text in (("1.txt", TEXT), ("2.md", "\ufeffx\r\ny\n"), ("3.txt", "")):
         (folder / "d" / name).write_bytes(text.encode())
-    (folder / "d" / "4.txt.gz").write_bytes(gzip.compress("zipped".encode()))
+    (folder / "d" / "4.txt.gz").write_bytes(gzip.compress(b"zipped"))
     (folder / ".hidden.txt").write_text("no")
     (folder / "e.csv").write_text("no")
     texts = [*parts[0], *parts[1], TEXT, "x\r\ny\n", "zipped"]
@@ -457,9 +457,9 @@ BAD = [
     (b"[1]", "not a JSON object but a list"),
     (b'{"title": "a"}', "no key 'text', only 'title'"),
     (b'{"text": null}', "the value of 'text' is null, not text"),
-    (b'{"text": 7}', "is a number, not text"),
+    (b'{"text": 7}', "the value of 'text' is a number, not text"),
     (b'{"text": "\xff"}', "not UTF-8"),
-    (rb'{"text": "\ud800"}', "half of a surrogate pair"),
+    (rb'{"text": "\ud800"}', "holds half of a surrogate pair"),
 ]
 
 
