@@ -214,7 +214,7 @@ class _WordTable:
             return None
         own = proto.ModelProto.SentencePiece
         pieces = [p.piece for p in model.pieces if p.type not in (own.CONTROL, own.UNKNOWN, own.BYTE)]
-        if any(_SPACE in piece.lstrip(_SPACE) for piece in pieces):
+        if any(_SPACE in piece.replace(" ", _SPACE).lstrip(_SPACE) for piece in pieces):
             return None
         lines_apart = "\n" in pieces and all(not piece.strip("\n") for piece in pieces if "\n" in piece)
         pattern = rf"\n+|{_SPACE}*[^{_SPACE}\n]+|{_SPACE}+" if lines_apart else rf"{_SPACE}*[^{_SPACE}]+|{_SPACE}+"
