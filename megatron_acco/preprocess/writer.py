@@ -20,7 +20,7 @@ import numpy
 
 INDEX_MAGIC = b"MMIDIDX\x00\x00"
 _VERSION = 1
-_CHUNK = 1 << 20
+_CHUNK = 1 << 16
 LONGEST_SEQUENCE = (1 << 31) - 1
 """Tokens of one sequence: the index holds them as i32."""
 
