@@ -4,8 +4,8 @@
 
 The plain loop is what tools of this kind do in one process: read a line, parse it, tokenize the document with
 megatron-core's tokenizer, add it to an `IndexedDatasetBuilder`. All write the same files, which is checked. The runs
-take turns; the medians are printed. The text is drawn from this machine's Python library: its files in random order, cut
-into documents of 200 to 4,000 characters.
+take turns; the medians are printed. The text is drawn from this machine's Python library: its files in random order,
+cut into documents of 200 to 4,000 characters.
 """
 
 from __future__ import annotations
