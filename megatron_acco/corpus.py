@@ -4,6 +4,7 @@
 
     OUT/tokenizer.model          SentencePiece BPE model, trained on the training documents only
     OUT/train.bin, train.idx     Megatron indexed dataset, one document per file, end-of-document token after each
+    OUT/train.meta.json          which tokenizer wrote it
     OUT/valid.bin, valid.idx     the same for the validation files
     OUT/corpus.json              what was read and written; present only in a whole corpus
 
@@ -15,7 +16,6 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
-import io
 import json
 import shutil
 import sys
@@ -26,6 +26,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
+
+from megatron_acco.preprocess.encode import SentencePieceEncoder
+from megatron_acco.preprocess.metadata import describe_sentencepiece, metadata_path, write_metadata
+from megatron_acco.preprocess.vocabulary import train_tokenizer
+from megatron_acco.preprocess.writer import IndexedWriter
 
 FORMAT = 1
 MANIFEST = "corpus.json"
@@ -168,46 +173,6 @@ def read_split_texts(settings: CorpusSettings) -> dict[str, list[str]]:
     return texts
 
 
-def train_tokenizer(texts: Sequence[str], vocab_size: int) -> bytes:
-    """A SentencePiece BPE model, serialized, that loses no character of any text.
-
-    Ids: 0 unknown, 1 beginning of document, 2 end of document, 3 padding. White space and line ends are pieces
-    like any other, because in source code they carry meaning.
-
-    Raises:
-        ValueError: SentencePiece cannot make that many pieces from this text.
-    """
-    import sentencepiece
-
-    lines = (line for text in texts for line in text.split("\n") if line)
-    model = io.BytesIO()
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=lines,
-            model_writer=model,
-            model_type="bpe",
-            vocab_size=vocab_size,
-            unk_id=0,
-            bos_id=1,
-            eos_id=2,
-            pad_id=3,
-            byte_fallback=True,
-            user_defined_symbols=["\n"],
-            normalization_rule_name="identity",
-            remove_extra_whitespaces=False,
-            allow_whitespace_only_pieces=True,
-            add_dummy_prefix=False,
-            split_digits=True,
-            character_coverage=0.9999,
-            max_sentence_length=1 << 14,
-            num_threads=1,  # the same pieces on every machine
-            minloglevel=2,
-        )
-    except (RuntimeError, ValueError) as error:
-        raise ValueError(f"SentencePiece cannot train {vocab_size} pieces on this text: {error}") from error
-    return model.getvalue()
-
-
 def write_indexed(prefix: Path, texts: Sequence[str], tokenizer: bytes) -> int:
     """Write one Megatron indexed dataset, one document per text, and return its number of tokens.
 
@@ -215,21 +180,22 @@ def write_indexed(prefix: Path, texts: Sequence[str], tokenizer: bytes) -> int:
         ValueError: the tokenizer has no end-of-document (eos) token.
     """
     import sentencepiece
-    import torch
-    from megatron.core.datasets.indexed_dataset import DType, IndexedDatasetBuilder
+    from megatron.core.datasets.indexed_dataset import DType
 
     processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer)
     end_of_document = processor.eos_id()
     if end_of_document < 0:
         raise ValueError("the tokenizer has no end-of-document (eos) token, which must follow every document")
-    builder = IndexedDatasetBuilder(f"{prefix}.bin", dtype=DType.optimal_dtype(processor.vocab_size()))
-    tokens = 0
+    encoder = SentencePieceEncoder(processor, DType.optimal_dtype(processor.vocab_size()))
+    writer = IndexedWriter(prefix, encoder.dtype)
+    end = encoder.pack([end_of_document])
     for text in texts:
-        ids = [*processor.encode(text), end_of_document]
-        builder.add_document(torch.tensor(ids, dtype=torch.int64), [len(ids)])
-        tokens += len(ids)
-    builder.finalize(f"{prefix}.idx")
-    return tokens
+        writer.add_piece(encoder.encode([text])[0])
+        writer.end_document(end)
+    writer.finish()
+    numbers = {"dtype": encoder.dtype.name, "documents": writer.documents, "tokens": writer.tokens}
+    write_metadata(metadata_path(prefix), describe_sentencepiece(processor), append_eod=True, **numbers)
+    return writer.tokens
 
 
 def prepare_corpus(folder: Path, settings: CorpusSettings, log: Callable[[str], None] = print) -> Corpus:

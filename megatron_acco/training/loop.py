@@ -29,7 +29,7 @@ class Run:
     engine: Any
     state: TrainState
     train: DataLoader[Batch]
-    validation: DataLoader[Batch] | None
+    validation: dict[str, DataLoader[Batch]]
     test: DataLoader[Batch] | None
     log: TrainingLog
     checkpointer: Checkpointer
@@ -92,7 +92,7 @@ def train(run: Run) -> Stop:
             stop = verdict.stop
             settle_save(run, verdict)
             if _due(state, training.eval_interval) and stop is Stop.NO:
-                evaluate_and_log(run, "validation", run.validation)
+                validate(run)
                 evaluated = state.iteration
             if _due(state, run.arguments.checkpoint.save_interval) and stop is Stop.NO:
                 save(run, background=run.arguments.checkpoint.async_save)
@@ -103,8 +103,9 @@ def train(run: Run) -> Stop:
         run.log.flush()
         if finished and stop is Stop.NO and state.iteration > first:
             if evaluated != state.iteration:
-                evaluate_and_log(run, "validation", run.validation)
-            evaluate_and_log(run, "test", run.test)
+                validate(run)
+            if run.test is not None:
+                evaluate_and_log(run, "test", run.test)
         save(run)
         run.checkpointer.close()
         run.log.write_profile(at_end=True)
@@ -140,19 +141,32 @@ def train_update(run: Run, batches: Iterator[Batch]) -> float:
     return learning_rate
 
 
-def evaluate_and_log(run: Run, kind: str, loader: DataLoader[Batch] | None) -> None:
-    """Evaluate at the real parameters and log the result. Not counted as training time."""
-    if loader is None:
+def validate(run: Run) -> None:
+    """Evaluate every validation set and log its loss; of several sets, their mean as well."""
+    losses = [evaluate_and_log(run, "validation", loader, name) for name, loader in run.validation.items()]
+    if not losses:
         return
+    mean = sum(losses) / len(losses)
+    run.state.best_validation_loss = min(run.state.best_validation_loss, mean)
+    if len(losses) > 1 or "" not in run.validation:
+        # The mean over the sets, each with the same weight, is what curves and comparisons read.
+        run.log.evaluation("validation", run.state, mean, 0.0)
+
+
+def evaluate_and_log(run: Run, kind: str, loader: DataLoader[Batch], name: str = "") -> float:
+    """Evaluate at the real parameters and log the result. Not counted as training time.
+
+    Returns:
+        The loss.
+    """
     run.log.clock.pause()
     run.log.flush()
     started = time.perf_counter()
     with liveness.doing(f"evaluating at iteration {run.state.iteration}"):
         loss = evaluate(run.engine, loader, run.control)
-    if kind == "validation":
-        run.state.best_validation_loss = min(run.state.best_validation_loss, loss)
-    run.log.evaluation(kind, run.state, loss, time.perf_counter() - started)
+    run.log.evaluation(kind, run.state, loss, time.perf_counter() - started, name)
     run.log.clock.resume()
+    return loss
 
 
 def save(run: Run, background: bool = False) -> None:

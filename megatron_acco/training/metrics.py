@@ -112,7 +112,10 @@ class IterationRecord:
 
 
 class MetricsFile:
-    """metrics.jsonl: one JSON object per line, `kind` train, validation or test. Written by one rank."""
+    """metrics.jsonl: one JSON object per line, written by one rank.
+
+    `kind` is train, validation, test or validation_set (one of several, whose mean is validation).
+    """
 
     def __init__(self, path: Path, resumed_iteration: int | None) -> None:
         """Open for appending.
@@ -209,13 +212,23 @@ class TrainingLog:
         if path is not None:
             print(f" wrote the profile of the rounds to {path}", flush=True)
 
-    def evaluation(self, kind: str, state: TrainState, loss: float, seconds: float) -> None:
-        """Write the result of an evaluation (`kind`: validation or test)."""
+    def evaluation(self, kind: str, state: TrainState, loss: float, seconds: float, name: str = "") -> None:
+        """Write the result of an evaluation.
+
+        Args:
+            kind: validation or test.
+            state: of the training.
+            loss: mean per token.
+            seconds: that the evaluation took.
+            name: of one of several validation sets: its record has the kind `validation_set`, which readers of one
+                validation curve pass over.
+        """
         perplexity = math.exp(min(loss, 20.0))
         if dist.get_rank() != 0:
             return
+        title = f"{kind} loss on {name}" if name else f"{kind} loss"
         print(
-            f" {kind} loss at iteration {state.iteration} | consumed samples: {state.consumed_train_samples} | "
+            f" {title} at iteration {state.iteration} | consumed samples: {state.consumed_train_samples} | "
             f"lm loss value: {loss:.6E} | lm loss PPL: {perplexity:.6E} | evaluation time (s): {seconds:.1f} |",
             flush=True,
         )
@@ -228,7 +241,8 @@ class TrainingLog:
             "perplexity": perplexity,
             "evaluation_seconds": seconds,
         }
-        self._write(kind, values, ("lm_loss", "perplexity"))
+        record_kind = f"{kind}_set" if name else kind
+        self._write(record_kind, {"set": name, **values} if name else values, ("lm_loss", "perplexity"))
 
     def _collect(self, drained: bool = False) -> None:
         for report in megatron_acco.round_reports(self.engine):
@@ -305,7 +319,8 @@ class TrainingLog:
         if self.metrics is not None:
             self.metrics.append(kind, values)
         samples = values["consumed_samples"]
-        events = [(f"{kind}/{name}", values[name], samples) for name in logged if values.get(name) is not None]
+        tag = f"validation/{values['set']}" if "set" in values else kind
+        events = [(f"{tag}/{name}", values[name], samples) for name in logged if values.get(name) is not None]
         if self.engine.monitor.enabled:
             self.engine.monitor.write_events(events)
 

@@ -66,6 +66,9 @@ class Plan:
     folder_lock: Any
 
 
+_NOT_THE_ORDER = ("data_cache_path", "num_workers", "multiple_validation_sets")
+
+
 def make_plan(argv: Sequence[str] | None, ranks: Ranks) -> Plan:
     """Check everything the user gave, on every rank by itself and without a collective.
 
@@ -104,7 +107,7 @@ def make_plan(argv: Sequence[str] | None, ranks: Ranks) -> Plan:
         order={
             "seq_length": training.seq_length,
             "seed": training.seed,
-            "data": {**dataclasses.asdict(arguments.data), "data_cache_path": None, "num_workers": None},
+            "data": {**dataclasses.asdict(arguments.data), **dict.fromkeys(_NOT_THE_ORDER)},
             "train_samples": arguments.train_samples,
             "sample_index": datasets.key,
         },
@@ -174,6 +177,7 @@ def _agree(plan: Plan, control: dist.ProcessGroup) -> None:
     mine = {
         "arguments": {**plan.identity.arguments, "run": {**plan.identity.arguments["run"], "local_rank": None}},
         "sample index": plan.datasets.key,
+        "content of the sample index": plan.datasets.digest,
     }
     others: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(others, mine, group=control)
@@ -201,7 +205,8 @@ def _loaders(plan: Plan, state: TrainState) -> tuple[Any, Any, Any]:
         share = EvaluationSampler(samples, micro_batch, rank, ranks)
         return build_loader(dataset, share, plan.vocab_size, 0, training.seed)
 
-    return train, evaluation(plan.datasets.valid), evaluation(plan.datasets.test)
+    validation = {name: evaluation(dataset) for name, dataset in plan.datasets.validation.items()}
+    return train, {n: loader for n, loader in validation.items() if loader is not None}, evaluation(plan.datasets.test)
 
 
 def _open_metrics(arguments: Arguments, state: TrainState, resumed: bool) -> MetricsFile | None:

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import importlib.util
+import json
 import os
 from dataclasses import dataclass
 from typing import Any
 
 from megatron_acco.training.options import option
 
+_PACKAGES = {"huggingface": ("transformers", "hf"), "tiktoken": ("tiktoken", "data")}
+"""Library: the package that it needs, and the extra of megatron-acco that installs it."""
+
+_TIKTOKEN_LARGEST = 1 << 17
+"""Ids of a tiktoken tokenizer without --vocab-size, at most; megatron-core's default."""
+
 _LIBRARIES = {
     "SentencePieceTokenizer": "sentencepiece",
     "Llama2Tokenizer": "sentencepiece",
     "HuggingFaceTokenizer": "huggingface",
+    "TikTokenizer": "tiktoken",
     "NullTokenizer": "null",
 }
 
@@ -21,10 +30,14 @@ class TokenizerOptions:
     """Which tokenizer the data was written with."""
 
     tokenizer_type: str = option(doc="Kind of tokenizer.", choices=tuple(_LIBRARIES))
-    tokenizer_model: str | None = option(None, "Model file of the tokenizer.")
+    tokenizer_model: str | None = option(None, "Model file of the tokenizer (Hugging Face: folder).")
     vocab_size: int | None = option(
-        None, "Ids of a NullTokenizer, which adds the end-of-document id. Checked against any other tokenizer."
+        None,
+        "Ids of a NullTokenizer, which adds the end-of-document id, or of a TikTokenizer, special ones included. "
+        "Checked against any other tokenizer.",
     )
+    tiktoken_pattern: str = option("v2", "Pattern by which a TikTokenizer cuts text into words.", choices=("v1", "v2"))
+    tiktoken_num_special_tokens: int = option(1000, "Ids below the vocabulary of a TikTokenizer.")
 
 
 def build_tokenizer(options: TokenizerOptions) -> Any:
@@ -45,19 +58,49 @@ def build_tokenizer(options: TokenizerOptions) -> Any:
         )
     if options.tokenizer_model is None:
         raise ValueError(f"--tokenizer-type {options.tokenizer_type} needs --tokenizer-model")
-    if library == "sentencepiece" and not os.path.isfile(options.tokenizer_model):
+    if library in ("sentencepiece", "tiktoken") and not os.path.isfile(options.tokenizer_model):
         raise ValueError(f"--tokenizer-model {options.tokenizer_model}: no such file")
+    if library in _PACKAGES:
+        package, extra = _PACKAGES[library]
+        if importlib.util.find_spec(package) is None:
+            raise ValueError(
+                f"--tokenizer-type {options.tokenizer_type} needs {package}, which is not installed: "
+                f"pip install 'megatron-acco[{extra}]'"
+            )
+    more = _tiktoken_arguments(options) if library == "tiktoken" else {}
     try:
         tokenizer = MegatronTokenizer.from_pretrained(
-            options.tokenizer_model, metadata_path={"library": library, "model_type": "gpt"}
+            options.tokenizer_model, metadata_path={"library": library, "model_type": "gpt"}, **more
         )
     except Exception as error:
-        raise ValueError(f"--tokenizer-model {options.tokenizer_model} cannot be loaded: {error}") from error
+        reason = str(error) or f"{error!r}; was its vocabulary made with other settings?"
+        raise ValueError(f"--tokenizer-model {options.tokenizer_model} cannot be loaded: {reason}") from error
     if options.vocab_size not in (None, tokenizer.vocab_size):
         raise ValueError(
             f"--vocab-size {options.vocab_size} contradicts the {tokenizer.vocab_size} ids of --tokenizer-model "
             f"{options.tokenizer_model}"
         )
     if tokenizer.eod is None or tokenizer.eod < 0:
-        raise ValueError(f"--tokenizer-model {options.tokenizer_model} has no end-of-document (</s>) id")
+        raise ValueError(
+            f"--tokenizer-model {options.tokenizer_model} has no end-of-document (</s>) id; documents must end with one"
+        )
     return tokenizer
+
+
+def _tiktoken_arguments(options: TokenizerOptions) -> dict[str, Any]:
+    """Arguments of megatron-core's class; without --vocab-size, the vocabulary that the file holds."""
+    special = options.tiktoken_num_special_tokens
+    try:
+        with open(str(options.tokenizer_model)) as handle:
+            entries = len(json.load(handle))
+    except (OSError, ValueError, TypeError) as error:
+        raise ValueError(
+            f"--tokenizer-model {options.tokenizer_model} is not a JSON list of tiktoken's tokens: {error}"
+        ) from error
+    size = options.vocab_size or min(entries + special, _TIKTOKEN_LARGEST)
+    if not special < size <= entries + special:
+        raise ValueError(
+            f"--vocab-size {size} does not fit to {options.tokenizer_model}: it holds {entries} tokens, and "
+            f"--tiktoken-num-special-tokens adds {special}"
+        )
+    return {"vocab_size": size, "num_special_tokens": special, "pattern": options.tiktoken_pattern}

@@ -195,17 +195,31 @@ def check_log(output: str, folder: Path, acco: bool) -> None:
 
 
 @pytest.mark.slow
-def test_llama_style_in_bf16_with_acco(data: Path, tmp_path: Path) -> None:
+def test_llama_style_in_bf16_with_acco_and_validation_sets_of_their_own(data: Path, tmp_path: Path) -> None:
     config = write_json(tmp_path, "acco", bf16={"enabled": "auto"})
     llama = (
         "--swiglu --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights "
         "--disable-bias-linear --group-query-attention --num-query-groups 2 --bf16"
     )
     metrics = tmp_path / "out" / "m.jsonl"
-    output = succeed(command(data, config, *llama.split(), "--metrics-file", str(metrics)))
+    corpus = str(data / "corpus")
+    words = command(data, config, *llama.split(), "--metrics-file", str(metrics))
+    for flag in ("--data-path", "--split"):
+        del words[words.index(flag) : words.index(flag) + 2]
+    sets = ["--valid-data-path", f"seen={corpus}", f"again={corpus}", "--multiple-validation-sets"]
+    output = succeed([*words, "--train-data-path", corpus, *sets])
     assert "bfloat16" in output and "AccoZeroOptimizer" in output
-    losses = [record["lm_loss"] for record in map(json.loads, metrics.read_text().splitlines())]
+    found = [json.loads(line) for line in metrics.read_text().splitlines()]
+    losses = [record["lm_loss"] for record in found if record["kind"] == "train"]
     assert losses[-1] < losses[0]
+    parts = [record for record in found if record["kind"] == "validation_set"]
+    means = [record for record in found if record["kind"] == "validation"]
+    assert [(part["iteration"], part["set"]) for part in parts] == [
+        (iteration, name) for iteration in (5, 10, 15, 20) for name in ("seen", "again")
+    ]
+    for mean, seen, again in zip(means, parts[::2], parts[1::2], strict=True):
+        assert seen["lm_loss"] == again["lm_loss"] == pytest.approx(mean["lm_loss"])  # the same data
+    assert "validation loss on seen at iteration 20" in output and "validation loss at iteration 20" in output
 
 
 # ---- signals and failures -----------------------------------------------------------------------------------------

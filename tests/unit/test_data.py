@@ -5,6 +5,7 @@ Covers CASES B48 (index cache), B53 (consumed samples on resume), B50 and B52 fo
 
 from __future__ import annotations
 
+import json
 import multiprocessing
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import pytest
 import torch
 from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
+from megatron_acco.preprocess.metadata import describe_tokenizer, metadata_path, write_metadata
 from megatron_acco.training.batches import ConsumedSampleSampler, EvaluationSampler, build_loader
 from megatron_acco.training.data import DataOptions, Datasets, build_datasets, check_token_ids
 from megatron_acco.training.tokenizer import TokenizerOptions, build_tokenizer
@@ -106,6 +108,108 @@ def test_weighted_blend_and_separate_splits(corpus: str, tmp_path: Path) -> None
     separate = build(DataOptions(train_data_path=[corpus], valid_data_path=[other]))
     assert len(separate.train) >= 100 and len(separate.valid) >= 16 and separate.test is None
     assert not torch.distributed.is_initialized()
+
+
+# ---- where the data comes from --------------------------------------------------------------------------------------
+
+
+def samples_of(dataset: Any) -> list[list[int]]:
+    return [dataset[i]["tokens"].tolist() for i in range(20)]
+
+
+def test_a_file_of_arguments_is_what_it_holds(corpus: str, tmp_path: Path) -> None:
+    other = write(tmp_path / "other", [60] * 30)
+    words = ["0.3", corpus, "0.7", other]
+    (tmp_path / "args").write_text("\n".join(words) + "\n")
+    spelled = build(DataOptions(data_path=words, split="80,20,0"))
+    read = build(DataOptions(data_args_path=str(tmp_path / "args"), split="80,20,0"))
+    assert samples_of(read.train) == samples_of(spelled.train)
+
+    (tmp_path / "split.json").write_text(json.dumps({"train": words, "valid": [other]}))
+    separate = build(DataOptions(train_data_path=words, valid_data_path=[other]))
+    read = build(DataOptions(per_split_data_args_path=str(tmp_path / "split.json")))
+    assert samples_of(read.train) == samples_of(separate.train) and len(read.valid) == len(separate.valid)
+    assert read.test is None
+
+
+def test_a_blend_draws_by_its_weights(tmp_path: Path) -> None:
+    low = write(tmp_path / "low", [90] * 60, top=8)
+    builder = IndexedDatasetBuilder(f"{tmp_path}/high.bin", dtype=numpy.uint16)
+    for _ in range(60):
+        builder.add_document(torch.randint(40, 60, (90,)), [90])
+    builder.finalize(f"{tmp_path}/high.idx")
+    drawn = build(DataOptions(data_path=["30", low, "70", f"{tmp_path}/high"], split="1,0,0"), (400, 1, 1)).train
+    high = sum(int(drawn[i]["tokens"].min()) >= 40 for i in range(400))
+    assert abs(high - 280) <= 2
+
+
+def test_each_validation_set_has_a_name_and_its_own_samples(corpus: str, tmp_path: Path) -> None:
+    small = write(tmp_path / "small", [30] * 3, top=9)
+    built = build(
+        DataOptions(train_data_path=[corpus], valid_data_path=[small, f"web={corpus}"], multiple_validation_sets=True)
+    )
+    assert built.valid is None and list(built.validation) == ["small", "web"]
+    assert len(built.validation["small"]) == (90 - 1) // SEQUENCE  # an epoch at most
+    assert len(built.validation["web"]) >= 16
+    assert max(int(sample["tokens"].max()) for sample in built.validation["small"]) < 9
+    single = build(DataOptions(train_data_path=[corpus], valid_data_path=[small]))
+    assert list(single.validation) == [""] and single.valid is single.validation[""]
+
+
+def test_mock_data_needs_no_files(tmp_path: Path) -> None:
+    first, second = (build(DataOptions(mock_data=True), (50, 8, 8)) for _ in range(2))
+    assert len(first.train) >= 50 and len(first.valid) >= 8 and len(first.test) >= 8
+    assert samples_of(first.train) == samples_of(second.train)
+    assert max(int(first.train[i]["tokens"].max()) for i in range(50)) < VOCAB
+    cached = build(DataOptions(mock_data=True, data_cache_path=str(tmp_path)), (50, 8, 8))
+    assert samples_of(cached.train) == samples_of(first.train) and list(tmp_path.glob("*/*.npy"))
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({}, "no training data"),
+        ({"valid_data_path": ["a"]}, "no training data"),
+        ({"data_path": ["a"], "mock_data": True}, "--data-path contradicts --mock-data"),
+        ({"data_path": ["a"], "train_data_path": ["a"]}, "--data-path contradicts --train-data-path"),
+        ({"data_path": ["a"], "data_args_path": "b"}, "--data-path contradicts --data-args-path"),
+        ({"train_data_path": ["a"], "split": "1,1,1"}, "--split needs"),
+        ({"data_path": ["a"], "multiple_validation_sets": True}, "--multiple-validation-sets needs"),
+    ],
+)
+def test_contradictions_are_refused(given: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        DataOptions(**given)
+
+
+def test_blends_that_say_nothing_clear_are_refused(corpus: str, tmp_path: Path) -> None:
+    for words in (["0.3", corpus, corpus, "0.7"], ["0.3", corpus, "0.7"], [corpus, "0.7"]):
+        refused(DataOptions(data_path=words), "give prefixes only, or a weight before each prefix")
+    for weight in ("0", "-1", "inf", "nan"):
+        refused(DataOptions(data_path=[weight, corpus, "1", corpus]), "must be above 0")
+    sets = {"train_data_path": [corpus], "multiple_validation_sets": True}
+    refused(DataOptions(**sets, valid_data_path=["0.3", corpus]), "takes no weights")
+    refused(DataOptions(**sets, valid_data_path=[corpus, f"corpus={corpus}"]), "two validation sets have the name")
+    refused(DataOptions(**sets), "there is no validation set")
+    refused(DataOptions(data_args_path=str(tmp_path / "none")), "cannot be read")
+    (tmp_path / "bad").write_text("")
+    refused(DataOptions(data_args_path=str(tmp_path / "bad")), "is empty")
+    for content in ("", "[]", '{"valid": []}', '{"train": "a"}', '{"train": ["a"], "eval": ["a"]}'):
+        (tmp_path / "bad").write_text(content)
+        refused(DataOptions(per_split_data_args_path=str(tmp_path / "bad")), "--per-split-data-args-path")
+
+
+def test_data_of_another_tokenizer_is_refused(corpus: str) -> None:
+    """CASES B52: ids are compared with those that wrote the data, where that is known."""
+    described = describe_tokenizer(TOKENIZER)
+    path = metadata_path(corpus)
+    write_metadata(path, described, append_eod=True)
+    build(options(corpus))
+    for name, message in (("eod", "end-of-document id is 7"), ("vocab_size", "vocabulary size is 7")):
+        write_metadata(path, {**described, name: 7}, append_eod=True)
+        refused(options(corpus), message)
+    path.write_text("{")
+    refused(options(corpus), "is not readable metadata")
 
 
 # ---- bad data -----------------------------------------------------------------------------------------------------
@@ -249,11 +353,41 @@ def test_a_killed_builder_leaves_nothing_that_is_taken_for_an_index(corpus: str,
     assert not leftover.exists()
 
 
-def test_a_damaged_index_is_named(corpus: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("damage", ["cut", "overwritten", "lost", "no manifest"])
+def test_a_damaged_index_is_built_again(corpus: str, tmp_path: Path, damage: str) -> None:
+    """CASES B48."""
     cached = options(corpus, data_cache_path=str(tmp_path / "cache"))
-    for path in (tmp_path / "cache" / build(cached).key).glob("*shuffle_index.npy"):
-        path.write_bytes(path.read_bytes()[:20])
-    refused(cached, "is damaged")
+    before = build(cached)
+    samples = [before.train[i]["tokens"].clone() for i in range(20)]
+    folder = tmp_path / "cache" / before.key
+    if damage == "no manifest":
+        (folder / "manifest.json").unlink()
+    for path in folder.glob("*shuffle_index.npy"):
+        if damage == "lost":
+            path.unlink()
+        elif damage != "no manifest":
+            content = path.read_bytes()
+            path.write_bytes(content[:20] if damage == "cut" else b"\0" * len(content))
+    after = build(cached)
+    assert (after.key, after.digest) == (before.key, before.digest)
+    assert all(torch.equal(after.train[i]["tokens"], sample) for i, sample in enumerate(samples))
+    assert not list((tmp_path / "cache").glob("*.building-*"))
+
+
+def test_a_cache_that_is_whole_is_only_read(corpus: str, tmp_path: Path) -> None:
+    """CASES B48."""
+    cached = options(corpus, data_cache_path=str(tmp_path / "cache"))
+    build(cached)
+    before = {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")}
+    build(cached)
+    assert before == {path: path.stat().st_mtime_ns for path in (tmp_path / "cache").rglob("*")}
+
+
+def test_ranks_with_caches_of_their_own_can_compare_them(corpus: str, tmp_path: Path) -> None:
+    """CASES B48: what setup compares over ranks is the same for the same index and differs for another."""
+    built = [build(options(corpus, data_cache_path=str(tmp_path / name))) for name in ("a", "b")]
+    assert built[0].digest == built[1].digest != ""
+    assert build(options(corpus, data_cache_path=str(tmp_path / "c")), seed=2).digest != built[0].digest
 
 
 def test_changed_data_gets_an_index_of_its_own(corpus: str, tmp_path: Path) -> None:
