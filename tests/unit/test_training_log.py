@@ -16,8 +16,8 @@ import pytest
 import torch.distributed as dist
 
 from megatron_acco.training import metrics
-from megatron_acco.training.checkpoint import _write_latest, lock_folder, random_state, set_random_state
-from megatron_acco.training.control import Stop, StopVote
+from megatron_acco.training.checkpoint import lock_folder, random_state, set_random_state, store
+from megatron_acco.training.control import Saving, Stop, StopVote, Verdict
 from megatron_acco.training.metrics import IterationRecord, MetricsFile, Stopwatch
 
 
@@ -84,17 +84,29 @@ def control() -> Iterator[dist.ProcessGroup]:
     dist.destroy_process_group()
 
 
-def test_a_signal_is_acted_on_one_update_later_and_handlers_are_put_back(control: dist.ProcessGroup) -> None:
-    before = signal.getsignal(signal.SIGTERM)
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGINT])
+def test_a_signal_is_acted_on_one_update_later_and_handlers_are_put_back(
+    control: dist.ProcessGroup, number: signal.Signals
+) -> None:
+    before = signal.getsignal(number)
     vote = StopVote(control, None)
     with vote.listening():
-        assert vote.exchange() is Stop.NO
-        os.kill(os.getpid(), signal.SIGTERM)
-        os.kill(os.getpid(), signal.SIGTERM)  # the launcher may send it twice
-        assert vote.exchange() is Stop.NO
-        assert vote.exchange() is Stop.SIGNAL
-        assert vote.finish() is Stop.SIGNAL and vote.finish() is Stop.NO
-    assert signal.getsignal(signal.SIGTERM) is before
+        assert vote.exchange().stop is Stop.NO
+        for _ in range(1 if number is signal.SIGINT else 2):  # the launcher may send it twice
+            os.kill(os.getpid(), number)
+        assert vote.exchange().stop is Stop.NO
+        assert vote.exchange().stop is Stop.SIGNAL
+        assert vote.finish().stop is Stop.SIGNAL and vote.finish() == Verdict()
+    assert signal.getsignal(number) is before
+
+
+def test_a_verdict_says_which_checkpoint_its_votes_were_about(control: dist.ProcessGroup) -> None:
+    vote = StopVote(control, None)
+    vote.exchange()
+    assert vote.exchange(Saving.WRITING, 5) == Verdict()
+    assert vote.exchange(Saving.WRITTEN, 5) == Verdict(Stop.NO, Saving.WRITING, 5)
+    assert vote.exchange(Saving.FAILED, 6) == Verdict(Stop.NO, Saving.WRITTEN, 5)
+    assert vote.finish() == Verdict(Stop.NO, Saving.FAILED, 6)
 
 
 def test_a_second_interrupt_stops_at_once(control: dist.ProcessGroup) -> None:
@@ -109,7 +121,11 @@ def test_a_second_interrupt_stops_at_once(control: dist.ProcessGroup) -> None:
 def test_time_that_is_up_stops(control: dist.ProcessGroup) -> None:
     vote = StopVote(control, 1e-6)
     time.sleep(0.01)
-    assert (vote.exchange(), vote.exchange(), vote.finish()) == (Stop.NO, Stop.DURATION, Stop.DURATION)
+    assert tuple(v.stop for v in (vote.exchange(), vote.exchange(), vote.finish())) == (
+        Stop.NO,
+        Stop.DURATION,
+        Stop.DURATION,
+    )
 
 
 def test_two_jobs_cannot_write_to_one_folder(tmp_path: Path) -> None:
@@ -127,8 +143,8 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
 
 
 def test_latest_is_replaced_in_one_step(tmp_path: Path) -> None:
-    _write_latest(tmp_path, "global_step1")
-    _write_latest(tmp_path, "global_step2")
+    for tag in ("global_step1", "global_step2"):
+        store.move_latest(tmp_path, store.stage_latest(tmp_path, tag, "job"))
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("latest", "global_step2")]
 
 

@@ -16,7 +16,9 @@ from megatron_acco.training.checkpoint.state import (
     Identity,
     TrainState,
     describe_schedule,
+    random_state,
     refuse_other_writers,
+    set_random_state,
 )
 from megatron_acco.training.checkpoint.store import lock_folder
 
@@ -35,5 +37,7 @@ __all__ = [
     "describe_schedule",
     "find_checkpoint",
     "lock_folder",
+    "random_state",
     "refuse_other_writers",
+    "set_random_state",
 ]
