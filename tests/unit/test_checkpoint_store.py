@@ -403,7 +403,7 @@ def test_the_manifest_is_plain_json(tmp_path: Path) -> None:
 
 def test_an_update_whose_data_is_not_all_there_is_not_begun() -> None:
     def run(micro_batches: int, iteration: int) -> Any:
-        arguments = SimpleNamespace(num_microbatches=4, train_iters=10)
+        arguments = SimpleNamespace(num_microbatches=4, train_iters=10, adaptive=False)
         return SimpleNamespace(
             arguments=arguments, train=range(micro_batches), state=SimpleNamespace(iteration=iteration)
         )
