@@ -167,9 +167,8 @@ def kill(job: Job, chance: random.Random, folder: Path) -> str:
         job.wait_for(training, None, chance.uniform(0.0, START_SECONDS))
     else:
         job.wait_for(training, None, LIMIT_SECONDS)
-        if moment == "training":
-            time.sleep(chance.uniform(0.0, LIFE_SECONDS))
-        else:
+        time.sleep(chance.uniform(0.0, LIFE_SECONDS))
+        if moment == "save":
             job.wait_for(None, folder, LIMIT_SECONDS)
     if job.process.poll() is not None:
         return ""
