@@ -58,3 +58,43 @@ class Costs:
         """Micro-batches per update of `accumulation: adaptive`: halves grow until they cover the exchange."""
         half = min(max(self.acco_steps_to_hide() // 2, 1), most_per_half)
         return max(floor, 2 * half)
+
+
+@dataclass(frozen=True)
+class Link:
+    """What one rank can send to the others.
+
+    Attributes:
+        bandwidth: bytes per second, in each direction at once.
+        latency: seconds of one message.
+    """
+
+    bandwidth: float
+    latency: float = 0.0
+
+    def exchange(self, parameters: float, ranks: int, wire_bytes: int, weight_bytes: int) -> float:
+        """Seconds of a reduce-scatter of gradients and an all-gather of weights.
+
+        Each moves (ranks - 1) / ranks of the parameters out of every rank, in ranks - 1 messages.
+
+        Args:
+            parameters: number of trainable parameters on each rank (of a tensor-parallel part).
+            wire_bytes: of a gradient element as it travels.
+            weight_bytes: of a weight.
+        """
+        share = (ranks - 1) / ranks
+        return share * parameters * (wire_bytes + weight_bytes) / self.bandwidth + 2 * (ranks - 1) * self.latency
+
+
+def model_state_bytes(parameters: float, ranks: int, weight_bytes: int, sum_bytes: int, overlapped: bool) -> float:
+    """Bytes of weights, gradients, fp32 masters and Adam's moments on one rank.
+
+    Args:
+        parameters: number of trainable parameters on each rank.
+        ranks: data-parallel ranks.
+        weight_bytes: of a weight as compute sees it.
+        sum_bytes: of an element of the gradient sum.
+        overlapped: ACCO's engine (any mode): a second gradient buffer, in flight, and the kept shard of the first half.
+    """
+    gradients = sum_bytes * (2 if overlapped else 1)
+    return parameters * (weight_bytes + gradients + (12 + (4 if overlapped else 0)) / ranks)

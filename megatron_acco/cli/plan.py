@@ -1,0 +1,275 @@
+"""`megatron-acco plan`: what each method would take on a cluster, before it is rented (docs/how-it-works.md)."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from megatron_acco.cost_model import Costs, Link, model_state_bytes
+
+_DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
+_MEASURED_BYTES = 64 << 20
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cluster and model. Times are seconds, sizes bytes.
+
+    Attributes:
+        parameters: trainable parameters on each rank.
+        ranks: data-parallel ranks.
+        steps: micro-batches per rank and update.
+        costs: compute of a micro-batch, and the exchange.
+        tokens: tokens per micro-batch and rank; 0: unknown.
+        weight_bytes, sum_bytes: of a weight, and of an element of the gradient sum.
+        most_per_half: limit of adaptive accumulation.
+    """
+
+    parameters: float
+    ranks: int
+    steps: int
+    costs: Costs
+    tokens: int
+    weight_bytes: int
+    sum_bytes: int
+    most_per_half: int
+
+
+@dataclass(frozen=True)
+class Row:
+    """One method: micro-batches and seconds per update, exposed communication, model state per rank."""
+
+    method: str
+    steps: int
+    seconds: float
+    exposed: float
+    state_bytes: float
+
+    def tokens_per_second(self, case: Case) -> float:
+        """Over all ranks."""
+        return case.ranks * self.steps * case.tokens / self.seconds
+
+
+def predict(case: Case) -> list[Row]:
+    """A row per method."""
+    costs, k = case.costs, case.steps
+    adaptive = costs.adaptive_steps(k, case.most_per_half)
+    times: list[tuple[str, int, float, bool]] = [
+        ("ZeRO-1", k, costs.zero1(k), False),
+        ("ZeRO-1, overlapped", k, costs.overlapped_zero1(k), False),
+        ("dpu", k, costs.delayed(k), True),
+        ("acco, fixed", k, costs.acco(k, k // 2), True),
+        ("acco, adaptive", adaptive, costs.acco(adaptive, adaptive // 2), True),
+    ]
+    if k < 2:
+        times = [row for row in times if row[0] != "acco, fixed"]
+    rows = []
+    for method, steps, seconds, ours in times:
+        state = model_state_bytes(case.parameters, case.ranks, case.weight_bytes, case.sum_bytes, ours)
+        rows.append(Row(method, steps, seconds, seconds - costs.compute_only(steps), state))
+    return rows
+
+
+def smallest_winning_accumulation(costs: Costs, most: int = 4096) -> int | None:
+    """Fewest micro-batches per update with which fixed ACCO beats both forms of ZeRO-1; None: not up to `most`."""
+    for steps in range(2, most + 1):
+        if costs.acco(steps, steps // 2) < 0.999 * min(costs.zero1(steps), costs.overlapped_zero1(steps)):
+            return steps
+    return None
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommand to `subparsers`."""
+    parser = subparsers.add_parser(
+        "plan",
+        help="predict time per update, tokens per second and memory of each method on a cluster",
+        description=(
+            "Predicts time per update, tokens per second, exposed communication and memory per rank of each method. "
+            "The link is given, or measured with the real collectives: deepspeed --hostfile hosts --module "
+            "megatron_acco.cli.main plan --measure ..."
+        ),
+    )
+    parser.add_argument("--parameters", type=float, required=True, help="trainable parameters on each rank, e.g. 1.3e9")
+    parser.add_argument("--ranks", type=int, default=None, help="data-parallel ranks (with --measure: those started)")
+    parser.add_argument("--micro-batches", type=int, required=True, help="per rank and update")
+    parser.add_argument("--compute-ms", type=float, default=None, help="forward and backward of one micro-batch")
+    parser.add_argument("--tflops", type=float, default=None, help="instead: sustained TFLOP/s of a rank (6 P tokens)")
+    parser.add_argument("--tokens", type=int, default=0, help="tokens per micro-batch and rank")
+    parser.add_argument("--bandwidth-gbit", type=float, default=None, help="of a rank, per direction (Gbit/s)")
+    parser.add_argument("--latency-us", type=float, default=0.0, help="of one message")
+    parser.add_argument("--measure", action="store_true", help="measure the exchange with the ranks that run this")
+    parser.add_argument(
+        "--dtype", choices=sorted(_DTYPES), default="bf16", help="of weights, and of gradients on the wire"
+    )
+    parser.add_argument("--grad-accum-dtype", choices=("bf16", "fp32"), default="fp32", help="of the gradient sums")
+    parser.add_argument("--max-micro-batches-per-half", type=int, default=64, help="limit of adaptive accumulation")
+    parser.add_argument("--plot", type=Path, default=None, help="draw time per micro-batch against accumulation")
+    parser.add_argument("--local_rank", type=int, default=None, help=argparse.SUPPRESS)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Print the table; with --measure on rank 0 only."""
+    _check(args)
+    weight_bytes = _DTYPES[args.dtype]
+    if args.measure:
+        exchange, ranks = measure(args.parameters, args.dtype)
+        if int(os.environ.get("RANK", "0")) != 0:
+            return 0
+    else:
+        ranks = args.ranks
+        link = Link(args.bandwidth_gbit * 1e9 / 8.0, args.latency_us * 1e-6)
+        exchange = link.exchange(args.parameters, ranks, weight_bytes, weight_bytes)
+    compute = (
+        args.compute_ms / 1e3
+        if args.compute_ms is not None
+        else 6.0 * args.parameters * args.tokens / args.tflops / 1e12
+    )
+    sum_bytes = weight_bytes if args.dtype != "fp32" and args.grad_accum_dtype == "bf16" else 4
+    case = Case(
+        args.parameters, ranks, args.micro_batches, Costs(compute, exchange), args.tokens, weight_bytes, sum_bytes,
+        args.max_micro_batches_per_half,
+    )  # fmt: skip
+    print("\n".join(report(case)))
+    if args.plot is not None:
+        draw(case, args.plot)
+        print(f"wrote {args.plot}")
+    return 0
+
+
+def report(case: Case) -> list[str]:
+    """The table and what follows from it, as lines."""
+    costs, k = case.costs, case.steps
+    r = costs.exchange / costs.compute_only(k)
+    lines = [
+        f"compute {1e3 * costs.compute:.1f} ms per micro-batch, {k} micro-batches per update, exchange "
+        f"{costs.exchange:.3g} s: r = {r:.2f}",
+        "",
+        f"{'method':20s} {'micro-batches':>13s} {'s/update':>10s} {'tokens/s':>12s} {'exposed':>9s} {'state GB':>9s}",
+    ]
+    for row in predict(case):
+        tokens = f"{row.tokens_per_second(case):12,.0f}" if case.tokens else f"{'-':>12s}"
+        lines.append(
+            f"{row.method:20s} {row.steps:13d} {row.seconds:10.3f} {tokens} {row.exposed / row.seconds:9.1%} "
+            f"{row.state_bytes / 1e9:9.2f}"
+        )
+    wins = smallest_winning_accumulation(costs)
+    lines += ["", f"fixed ACCO hides all of it from {costs.acco_steps_to_hide()} micro-batches per update on"]
+    lines.append(
+        "and is faster than ZeRO-1 in either form "
+        + (f"from {wins} on" if wins is not None else "with no accumulation up to 4096")
+    )
+    lines.append("(model state without activations; evaluation and saving take another copy of the weights)")
+    return lines
+
+
+def measure(parameters: float, dtype: str) -> tuple[float, int]:
+    """Seconds of one exchange of `parameters` elements with the real collectives, and the number of ranks.
+
+    A part of at most 64 MiB is exchanged and scaled up. Collective over all ranks.
+    """
+    import deepspeed
+    import torch
+    import torch.distributed as dist
+    from deepspeed.accelerator import get_accelerator
+
+    from megatron_acco.zero.collectives import make_exchange
+
+    deepspeed.init_distributed()
+    world = dist.get_world_size()
+    if world < 2:
+        raise ValueError("--measure needs two or more ranks: start it with the deepspeed launcher")
+    element = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
+    accelerator = get_accelerator()
+    if accelerator.device_name() != "cpu":
+        accelerator.set_device(int(os.environ.get("LOCAL_RANK", "0")))
+    group = dist.group.WORLD
+    assert group is not None
+    exchange = make_exchange(group, element)
+
+    def seconds(elements: int) -> float:
+        flat = torch.zeros(elements, dtype=element, device=accelerator.current_device_name())
+        shard = torch.zeros(elements // world, device=flat.device)
+
+        def once() -> None:
+            exchange.reduce_scatter(flat, shard, accumulate=False)
+            exchange.all_gather(flat)
+
+        return _best_of(once, lambda: (accelerator.synchronize(), dist.barrier()))
+
+    most = int(min(parameters, _MEASURED_BYTES / element.itemsize)) // world * world
+    small = world * 256
+    base, full = seconds(small), seconds(max(most, 2 * small))
+    per_element = max(0.0, full - base) / (max(most, 2 * small) - small)
+    total = torch.tensor(
+        [base + per_element * parameters], dtype=torch.float64, device=accelerator.current_device_name()
+    )
+    dist.all_reduce(total, op=dist.ReduceOp.MAX)
+    dist.barrier()
+    return float(total.item()), world
+
+
+def _best_of(work: Callable[[], Any], settle: Callable[[], Any], turns: int = 5) -> float:
+    work()
+    times = []
+    for _ in range(turns):
+        settle()
+        start = time.perf_counter()
+        work()
+        settle()
+        times.append(time.perf_counter() - start)
+    return sorted(times)[len(times) // 2]
+
+
+def draw(case: Case, out: Path) -> None:
+    """Draw seconds per micro-batch of each method against the accumulation.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    costs = case.costs
+    most = 8 * max(case.steps, costs.acco_steps_to_hide())
+    steps = sorted({round(2 * 1.25**i) for i in range(60) if 2 * 1.25**i < most})
+    curves: Sequence[tuple[str, Callable[[int], float]]] = [
+        ("compute only", costs.compute_only),
+        ("ZeRO-1", costs.zero1),
+        ("ZeRO-1, overlapped", costs.overlapped_zero1),
+        ("dpu", costs.delayed),
+        ("acco", lambda k: costs.acco(k, k // 2)),
+    ]
+    figure = Figure(figsize=(7.0, 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    for name, seconds in curves:
+        axes.plot(steps, [1e3 * seconds(k) / k for k in steps], label=name, linestyle=":" if "only" in name else "-")
+    axes.axvline(case.steps, color="grey", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel("micro-batches per rank and update")
+    axes.set_ylabel("ms per micro-batch")
+    axes.set_ylim(bottom=0.0)
+    axes.legend()
+    figure.savefig(out, dpi=120)
+
+
+def _check(args: argparse.Namespace) -> None:
+    problems = {
+        "--parameters must be above 0": not args.parameters > 0,
+        "--micro-batches must be 1 or more": args.micro_batches < 1,
+        "give --compute-ms, or --tflops and --tokens": args.compute_ms is None and not (args.tflops and args.tokens),
+        "--compute-ms must be above 0": args.compute_ms is not None and not args.compute_ms > 0,
+        "give --bandwidth-gbit and --ranks, or --measure": not args.measure
+        and (args.bandwidth_gbit is None or args.ranks is None),
+        "--bandwidth-gbit must be above 0": args.bandwidth_gbit is not None and not args.bandwidth_gbit > 0,
+        "--ranks must be 1 or more": args.ranks is not None and args.ranks < 1,
+    }
+    for message, wrong in problems.items():
+        if wrong:
+            raise ValueError(message)
