@@ -90,7 +90,7 @@ def add_parser(subparsers: Any) -> None:
         help="predict time per update, tokens per second and memory of each method on a cluster",
         description=(
             "Predicts time per update, tokens per second, exposed communication and memory per rank of each method. "
-            "The link is given, or measured with the real collectives: deepspeed --hostfile hosts --module "
+            "The link is given, or measured with the real collectives: deepspeed --hostfile hosts --no_local_rank --module "
             "megatron_acco.cli.main plan --measure ..."
         ),
     )
@@ -109,7 +109,6 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--grad-accum-dtype", choices=("bf16", "fp32"), default="fp32", help="of the gradient sums")
     parser.add_argument("--max-micro-batches-per-half", type=int, default=64, help="limit of adaptive accumulation")
     parser.add_argument("--plot", type=Path, default=None, help="draw time per micro-batch against accumulation")
-    parser.add_argument("--local_rank", type=int, default=None, help=argparse.SUPPRESS)
     parser.set_defaults(run=run)
 
 
@@ -125,11 +124,10 @@ def run(args: argparse.Namespace) -> int:
         ranks = args.ranks
         link = Link(args.bandwidth_gbit * 1e9 / 8.0, args.latency_us * 1e-6)
         exchange = link.exchange(args.parameters, ranks, weight_bytes, weight_bytes)
-    compute = (
-        args.compute_ms / 1e3
-        if args.compute_ms is not None
-        else 6.0 * args.parameters * args.tokens / args.tflops / 1e12
-    )
+    if args.compute_ms is not None:
+        compute = args.compute_ms / 1e3
+    else:
+        compute = 6.0 * args.parameters * args.tokens / (args.tflops * 1e12)
     sum_bytes = weight_bytes if args.dtype != "fp32" and args.grad_accum_dtype == "bf16" else 4
     case = Case(
         args.parameters, ranks, args.micro_batches, Costs(compute, exchange), args.tokens, weight_bytes, sum_bytes,
@@ -206,9 +204,8 @@ def measure(parameters: float, dtype: str) -> tuple[float, int]:
     small = world * 256
     base, full = seconds(small), seconds(max(most, 2 * small))
     per_element = max(0.0, full - base) / (max(most, 2 * small) - small)
-    total = torch.tensor(
-        [base + per_element * parameters], dtype=torch.float64, device=accelerator.current_device_name()
-    )
+    device = accelerator.current_device_name()
+    total = torch.tensor([base + per_element * parameters], dtype=torch.float64, device=device)
     dist.all_reduce(total, op=dist.ReduceOp.MAX)
     dist.barrier()
     return float(total.item()), world
