@@ -90,8 +90,8 @@ def add_parser(subparsers: Any) -> None:
         help="predict time per update, tokens per second and memory of each method on a cluster",
         description=(
             "Predicts time per update, tokens per second, exposed communication and memory per rank of each method. "
-            "The link is given, or measured with the real collectives: deepspeed --hostfile hosts --no_local_rank --module "
-            "megatron_acco.cli.main plan --measure ..."
+            "The link is given, or measured with the real collectives: deepspeed --hostfile hosts --no_local_rank "
+            "--module megatron_acco.cli.main plan --measure ..."
         ),
     )
     parser.add_argument("--parameters", type=float, required=True, help="trainable parameters on each rank, e.g. 1.3e9")

@@ -11,9 +11,8 @@ from megatron_acco.cli.plan import Case, predict, smallest_winning_accumulation
 from megatron_acco.cost_model import Costs, Link, model_state_bytes
 
 WORDS = (
-    "plan --parameters 1.3e9 --ranks 16 --micro-batches 8 --compute-ms 250 --tokens 8192".split()
-WORDS += ["--bandwidth-gbit", "25"]
-)
+    "plan --parameters 1.3e9 --ranks 16 --micro-batches 8 --compute-ms 250 --tokens 8192 --bandwidth-gbit 25"
+).split()
 
 
 def test_exchange_is_bytes_over_bandwidth_and_messages() -> None:
