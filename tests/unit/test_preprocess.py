@@ -203,7 +203,7 @@ def test_sentencepiece_in_batches_gives_its_own_ids(settings: dict[str, Any], wa
 def test_the_word_table_stays_small(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     monkeypatch.setattr(encode, "_TABLE_ENTRIES", 100)
     processor = sentencepiece.SentencePieceProcessor(model_file=model)
-    table = encode._WordTable.of(processor, SentencePieceEncoder(processor, numpy.uint16).pack)
+    table = encode._WordTable.of(processor, SentencePieceEncoder(processor, numpy.uint16).pack_all)
     assert table is not None
     for text in sentences(300):
         assert table.encode([text]) == [numpy.array(processor.encode(text), numpy.uint16).tobytes()]
