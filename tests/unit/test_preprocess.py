@@ -652,7 +652,7 @@ print(json.dumps(peaks))
 def test_memory_does_not_grow_with_the_input(tmp_path: Path, model: str) -> None:
     # Short documents: the builder's lists of them alone would be 18 MB.
     line = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in TEXT.splitlines() if 20 < len(text) < 60)
-    for name, size in (("small", 2e6), ("large", 16e6)):
+    for name, size in (("small", 8e6), ("large", 24e6)):
         (tmp_path / f"{name}.jsonl").write_bytes(line * int(size / len(line)))
     result = subprocess.run(
         [sys.executable, "-c", MEMORY, str(tmp_path), model], capture_output=True, text=True, timeout=300, check=True
