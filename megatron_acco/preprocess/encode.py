@@ -14,13 +14,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Sequence
-from itertools import chain
+from itertools import accumulate, chain
 from typing import Any
 
 import numpy
 
 Encode = Callable[[Sequence[str]], list[bytes]]
 """Texts to the bytes of their ids, one entry per text."""
+
+PackAll = Callable[[Sequence[Sequence[int]]], list[bytes]]
+"""`BatchEncoder.pack_all`."""
 
 PIECE_CHARACTERS = 1 << 20
 """Longer documents are tokenized in pieces of about this many characters, to bound memory."""
@@ -86,6 +89,16 @@ class BatchEncoder:
             raise ValueError(f"the tokenizer gave the id {bad}, beyond its vocabulary of {self.vocab_size} ids")
         return array.astype(self.dtype).tobytes()
 
+    def pack_all(self, lists: Sequence[Sequence[int]]) -> list[bytes]:
+        """Lists of ids as bytes, one entry per list, in one pass over all of them.
+
+        Raises:
+            ValueError: an id beyond the vocabulary.
+        """
+        packed, size = self.pack(list(chain.from_iterable(lists))), self.dtype.itemsize
+        ends = list(accumulate(len(ids) * size for ids in lists))
+        return [packed[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+
     def pieces(self, text: str) -> Iterator[str]:
         """Cut a long text where the ids of the parts are those of the whole; the rest in one piece where none is."""
         start = 0
@@ -145,7 +158,7 @@ class BatchEncoder:
 
             def huggingface(texts: Sequence[str]) -> list[bytes]:
                 encodings = backend.encode_batch_fast(list(texts), add_special_tokens=False)
-                return [self.pack(encoding.ids) for encoding in encodings]
+                return self.pack_all([encoding.ids for encoding in encodings])
 
             yield "Hugging Face batches", huggingface
         elif kind == "tiktoken":
@@ -157,12 +170,12 @@ class BatchEncoder:
 
     def sentencepiece_ways(self, processor: Any) -> Iterator[tuple[str, Encode]]:
         """Ways for a SentencePiece processor, the fastest first."""
-        table = _WordTable.of(processor, self.pack)
+        table = _WordTable.of(processor, self.pack_all)
         if table is not None:
             yield "SentencePiece word table", table.encode
 
         def batches(texts: Sequence[str]) -> list[bytes]:
-            return [self.pack(ids) for ids in processor.encode(list(texts), num_threads=1)]
+            return self.pack_all(processor.encode(list(texts), num_threads=1))
 
         yield "SentencePiece batches", batches
 
@@ -192,16 +205,16 @@ class _WordTable:
     changes nothing.
     """
 
-    def __init__(self, processor: Any, words: Any, pattern: re.Pattern[str], pack: Callable[[Any], bytes]) -> None:
+    def __init__(self, processor: Any, words: Any, pattern: re.Pattern[str], pack_all: PackAll) -> None:
         self._normalize = _normalizer_of(processor)
         self._words = words
         self._split = pattern.findall
-        self._pack = pack
+        self._pack_all = pack_all
         self._table: dict[str, bytes] = {}
         self._characters = 0
 
     @classmethod
-    def of(cls, processor: Any, pack: Callable[[Any], bytes]) -> _WordTable | None:
+    def of(cls, processor: Any, pack_all: PackAll) -> _WordTable | None:
         """The table of a model, None if words of this model do not stand for themselves."""
         import sentencepiece
 
@@ -222,7 +235,7 @@ class _WordTable:
         normalizer.name = "identity"
         normalizer.add_dummy_prefix = normalizer.remove_extra_whitespaces = False
         words = sentencepiece.SentencePieceProcessor(model_proto=model.SerializeToString())
-        return cls(processor, words, re.compile(pattern), pack)
+        return cls(processor, words, re.compile(pattern), pack_all)
 
     def encode(self, texts: Sequence[str]) -> list[bytes]:
         """Ids of each text as bytes."""
@@ -233,7 +246,7 @@ class _WordTable:
         parts = [split(text) for text in self._normalize(texts)]
         unknown = list(set(chain.from_iterable(parts)).difference(table))
         if unknown:
-            table.update(zip(unknown, map(self._pack, self._words.encode(unknown, num_threads=1)), strict=True))
+            table.update(zip(unknown, self._pack_all(self._words.encode(unknown, num_threads=1)), strict=True))
             self._characters += sum(map(len, unknown))
         return [b"".join(map(table.__getitem__, words)) for words in parts]
 

@@ -203,7 +203,7 @@ def test_sentencepiece_in_batches_gives_its_own_ids(settings: dict[str, Any], wa
 def test_the_word_table_stays_small(monkeypatch: pytest.MonkeyPatch, model: str) -> None:
     monkeypatch.setattr(encode, "_TABLE_ENTRIES", 100)
     processor = sentencepiece.SentencePieceProcessor(model_file=model)
-    table = encode._WordTable.of(processor, SentencePieceEncoder(processor, numpy.uint16).pack)
+    table = encode._WordTable.of(processor, SentencePieceEncoder(processor, numpy.uint16).pack_all)
     assert table is not None
     for text in sentences(300):
         assert table.encode([text]) == [numpy.array(processor.encode(text), numpy.uint16).tobytes()]
@@ -652,7 +652,7 @@ print(json.dumps(peaks))
 def test_memory_does_not_grow_with_the_input(tmp_path: Path, model: str) -> None:
     # Short documents: the builder's lists of them alone would be 18 MB.
     line = b"".join(json.dumps({"text": text}).encode() + b"\n" for text in TEXT.splitlines() if 20 < len(text) < 60)
-    for name, size in (("small", 2e6), ("large", 16e6)):
+    for name, size in (("small", 8e6), ("large", 24e6)):
         (tmp_path / f"{name}.jsonl").write_bytes(line * int(size / len(line)))
     result = subprocess.run(
         [sys.executable, "-c", MEMORY, str(tmp_path), model], capture_output=True, text=True, timeout=300, check=True
