@@ -47,7 +47,7 @@ class AccoEngine(CheckpointEngine):
         config.check_accumulation_steps(config_class.gradient_accumulation_steps)
         self.acco: AccoConfig = config
         self._held_scheduler: Any = None
-        self._lr_kwargs: dict[str, Any] | None = None
+        self._lr_kwargs: dict[int, dict[str, Any] | None] = {}
         self._last_applied = True
         self._skipped_in_a_row = 0
         self._forward_was_real = False
@@ -125,6 +125,8 @@ class AccoEngine(CheckpointEngine):
         if model._state_dict_pre_hooks:
             model.state_dict()  # makes an earlier engine that trained this module put theta there, not its estimate
         super()._configure_distributed_model(model)
+        if self.has_moe_layers:
+            raise ValueError("acco does not support DeepSpeed's mixture of experts (MoE layers); remove the section")
         self._state_dict_hook = self.module.register_state_dict_pre_hook(lambda *unused: self._show_real())
 
     # ---- the user's loop --------------------------------------------------------------------------------------------
@@ -136,6 +138,8 @@ class AccoEngine(CheckpointEngine):
         """As the base, which hooks every forward of the module: in eval mode it runs at theta_t."""
         real = not self.module.training
         if torch.is_grad_enabled():  # a backward that is still to come belongs to the last forward with gradients
+            if real != self._forward_was_real and self.optimizer.forward_outstanding:
+                self.optimizer.forget_forwards()
             self._forward_was_real = real
         if torch.is_grad_enabled():
             self.optimizer.note_forward()
@@ -205,7 +209,7 @@ class AccoEngine(CheckpointEngine):
     def _take_model_step(self, lr_kwargs: dict[str, Any] | None) -> None:
         """As the base, but the scheduler and the skip counter move when the commit's outcome is known."""
         self._held_scheduler, self.lr_scheduler = self.lr_scheduler, None
-        self._lr_kwargs = lr_kwargs
+        self._lr_kwargs[self.optimizer.update] = lr_kwargs
         self.optimizer.overflow = False
         try:
             super()._take_model_step(lr_kwargs)
@@ -222,6 +226,7 @@ class AccoEngine(CheckpointEngine):
         self._global_grad_norm = report.grad_norm
         self._last_applied = report.applied
         self._skipped_in_a_row = 0 if report.applied else self._skipped_in_a_row + 1
+        lr_kwargs = self._lr_kwargs.pop(report.update, None)
         samples = self.train_batch_size()
         if self.acco.adaptive:
             samples = report.micro_batches * self.train_micro_batch_size_per_gpu()
@@ -244,7 +249,7 @@ class AccoEngine(CheckpointEngine):
             return
         scheduler = self._held_scheduler if self.lr_scheduler is None else self.lr_scheduler
         if scheduler is not None:
-            _step_scheduler(scheduler, self._lr_kwargs, samples)
+            _step_scheduler(scheduler, lr_kwargs, samples)
 
     # ---- theta_t ----------------------------------------------------------------------------------------------------
 

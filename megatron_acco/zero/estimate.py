@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -36,6 +36,8 @@ class BaseOptimizer:
         self._optimizer = optimizer
         self._twin = _twin(optimizer)
         self._decay_mode = adam_weight_decay_mode(optimizer)
+        # Applications that are still watched for what the optimizer remembers in the wrong place.
+        self._watched = 4
 
     def step(self, index: int, hyper: Hyper, grad: Tensor) -> None:
         """(theta, S) <- Opt(theta, S, grad) for group `index`; `grad` [partition] fp32 may be overwritten."""
@@ -80,11 +82,24 @@ class BaseOptimizer:
         twin.__dict__.update(_instance_state(self._optimizer))
         twin.param_groups = [{**group, "params": [param]}]
         param.grad = grad
+        remembered = _remembered(twin) if self._watched else {}
         try:
             twin.step()
         finally:
             param.grad = None
+        if self._watched:
+            self._watched -= 1
+            self._refuse_changed(remembered, _remembered(twin))
         return {key: value for key, value in twin.param_groups[0].items() if key != "params"}
+
+    def _refuse_changed(self, before: Hyper, after: Hyper) -> None:
+        """As `_refuse_hidden_state`, for what was changed in place."""
+        for name, value in after.items():
+            if not _same(value, before.get(name)):
+                raise ValueError(
+                    f"{type(self._optimizer).__name__} changes {name} in step(); with acco an optimizer must keep what "
+                    f"it remembers in the state of its parameters or in its parameter groups"
+                )
 
     def _refuse_hidden_state(self) -> None:
         """State outside `optimizer.state` would be stepped once per group, by estimates too, and not be saved."""
@@ -220,6 +235,31 @@ def _snapshot(optimizer: torch.optim.Optimizer, param: Tensor) -> Callable[[], N
                 state[key] = value
 
     return restore
+
+
+def _remembered(optimizer: torch.optim.Optimizer) -> Hyper:
+    """Copies of the plain values that the optimizer keeps outside of the state of its parameters and its groups."""
+    own = {f"its attribute {name!r}": value for name, value in _instance_state(optimizer).items() if name != "state"}
+    own |= {f"its state[{key!r}]": value for key, value in optimizer.state.items() if not torch.is_tensor(key)}
+    return {name: copy.deepcopy(value) for name, value in own.items() if _is_plain(value)}
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        return all(map(_is_plain, value.values()))
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (bool, int, float, str)) or (torch.is_tensor(value) and value.is_leaf)
+
+
+def _same(left: Any, right: Any) -> bool:
+    if torch.is_tensor(left) and torch.is_tensor(right):
+        return left.shape == right.shape and torch.equal(left, right)
+    if isinstance(left, Mapping) and isinstance(right, Mapping):
+        return left.keys() == right.keys() and all(_same(left[key], right[key]) for key in left)
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
+        return len(left) == len(right) and all(map(_same, left, right))
+    return type(left) is type(right) and bool(left == right or left != left)
 
 
 def _equal(left: Any, right: Any) -> bool:

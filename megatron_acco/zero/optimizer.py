@@ -48,6 +48,10 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
     def __init__(self, *args: Any, acco: AccoConfig, **kwargs: Any) -> None:
         """Positional and keyword arguments are DeepSpeed's, passed through untouched; `acco` is ours."""
         super().__init__(*args, **kwargs)
+        known = (torch.float32, torch.bfloat16, torch.float16)
+        if any(flat.dtype not in known for flat in self.bit16_groups_flat):
+            dtypes = sorted({str(flat.dtype).removeprefix("torch.") for flat in self.bit16_groups_flat})
+            raise ValueError(f"ACCO trains weights in float32, bfloat16 or float16, the model has {', '.join(dtypes)}")
         assert not self.partition_gradients and not self.cpu_offload, "checked by the engine before this point"
         if len(self.optimizer.param_groups) != len(self.bit16_groups):
             raise ValueError(
@@ -73,6 +77,7 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         self._pending: RoundSpec | None = None
         self._shows_real = True
         self._stash: list[Tensor] | None = None
+        self._held_real = 0
         self._extras: Mapping[str, Any] | None = None
         # A loop that never asks for them must not grow.
         self._reports: deque[RoundReport] = deque(maxlen=1024)
@@ -124,6 +129,8 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
     def before_backward(self) -> None:
         """Point every gradient at the accumulating buffer."""
         self.lane.poll()
+        if self._held_real:
+            raise RuntimeError("backward inside real_parameters(): training goes on at other weights; leave it first")
         self.note_forward()  # of a caller who went around the engine's
         if not self._prepared:  # else a second output of the engine in the same graph
             self._buffers.before_backward()
@@ -307,11 +314,19 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         if self._pending is None:
             return
         self._copy(self._buffers.gathered_weights(), self.bit16_groups_flat)
-        # Weights are views that autograd does not know to be rewritten: a backward of a forward at the old ones fails.
-        for slot in self._slots():
-            torch.autograd.graph.increment_version(slot.param)
+        self.forget_forwards()
         self._shows_real = self._pending.shows_real_parameters
         self._pending = None
+
+    @property
+    def forward_outstanding(self) -> bool:
+        """Whether a forward pass was made whose backward has not come (yet)."""
+        return self._forward_mark is not None
+
+    def forget_forwards(self) -> None:
+        """Make a backward of any earlier forward fail: weights are views that autograd does not see rewritten."""
+        for slot in self._slots():
+            torch.autograd.graph.increment_version(slot.param)
 
     def take_reports(self) -> list[RoundReport]:
         """Reports of the rounds finished since the last call."""
@@ -357,9 +372,11 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         """`show_real`, then `show_for_compute` unless theta_t was shown before."""
         nested = self._stash is not None
         self.show_real()
+        self._held_real += 1
         try:
             yield
         finally:
+            self._held_real -= 1
             if not nested:
                 self.show_for_compute()
 
@@ -378,8 +395,11 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
             self._in_lane("the gathering of theta", lambda: self._rounds.gather_masters(self.bit16_groups_flat))
 
     def show_for_compute(self) -> None:
-        """Put back what compute was shown before `show_real`. Changes made to the parameters since are lost."""
-        if self._stash is not None:
+        """Put back what compute was shown before `show_real`. Changes made to the parameters since are lost.
+
+        Not inside `real_parameters()`.
+        """
+        if self._stash is not None and not self._held_real:
             self._copy(self._stash, self.bit16_groups_flat)
             self._stash = None
 

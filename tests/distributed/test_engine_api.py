@@ -240,6 +240,76 @@ def test_refusals_say_why(ranks) -> None:
         assert "managed_gradient_accumulation" in refused["managed"]
 
 
+def reading_at_other_weights() -> dict[str, Any]:
+    """Job: forwards in the other mode where they could change the weights behind somebody's back."""
+    seen: dict[str, Any] = {}
+
+    def attempt(name: str, call: Callable[[], Any]) -> None:
+        try:
+            call()
+            seen[name] = ""
+        except Exception as error:
+            seen[name] = f"{type(error).__name__}: {error}"
+
+    with running(Run("acco", "ds_adamw")) as (engine, zero):
+        for update in range(2):
+            one_update(engine, update)
+        with engine.real_parameters(), torch.no_grad():
+            theta = {name: p.clone() for name, p in engine.module.named_parameters()}
+            engine(*batch(9, rank(), 0))  # in train mode
+            seen["held"] = all(torch.equal(p, theta[name]) for name, p in engine.module.named_parameters())
+        with engine.real_parameters():
+            loss = engine(*batch(9, rank(), 0))
+            attempt("backward at theta", lambda: engine.backward(loss))
+        zero.abandon()
+        loss = engine(*batch(2, rank(), 0))
+        engine.eval()
+        engine(*batch(9, rank(), 0))  # with gradients
+        engine.train()
+        attempt("mixed", lambda: engine.backward(loss))
+    attempt(
+        "float64", lambda: engine_for(Net(dtype=torch.float64), json_config("acco", optimizer="ds_adamw")).__enter__()
+    )
+    return seen
+
+
+def test_weights_do_not_change_behind_a_forward(ranks) -> None:
+    for seen in ranks(2).run(reading_at_other_weights):
+        assert seen["held"]
+        assert "backward inside real_parameters()" in seen["backward at theta"]
+        assert "modified by an inplace operation" in seen["mixed"]
+        assert "float32, bfloat16 or float16, the model has float64" in seen["float64"]
+
+
+class Noting:
+    """A scheduler that notes what step() is called with."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def step(self, number: int) -> None:
+        self.seen.append(number)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {}
+
+
+def step_arguments(mode: str) -> list[int]:
+    """Job: step(lr_kwargs={"number": update}) at every update."""
+    with running(Run(mode, "ds_adamw"), lr_scheduler=(noting := Noting())) as (engine, _):
+        for update in range(4):
+            for micro in range(4):
+                engine.backward(engine(*batch(update, rank(), micro)))
+                engine.step(lr_kwargs={"number": update})
+        drain(engine)
+    return noting.seen
+
+
+@pytest.mark.parametrize("mode", ["acco", "dpu", "sync"])
+def test_arguments_of_step_reach_the_scheduler_with_their_update(ranks, mode: str) -> None:
+    assert ranks(2).run(step_arguments, mode) == [[0, 1, 2, 3]] * 2
+
+
 def another_batch_size() -> tuple[list[Round], list[Any]]:
     """Job: 4 micro-batches per update for 3 updates, then 2."""
     with running(Run("acco", "ds_adamw", clip=0.5)) as (engine, zero):

@@ -34,6 +34,47 @@ def test_optimizer_with_state_on_the_instance_is_refused(doomed) -> None:
         doomed.run(step_with_hidden_state)
 
 
+class CountingInPlace(Lion):
+    """Counts in a tensor, a dict, or an entry of its state that belongs to no parameter."""
+
+    def __init__(self, params: Any, where: str, **options: Any) -> None:
+        super().__init__(params, **options)
+        self.where, self.number, self.numbers = where, torch.zeros(1), {"n": 0}
+        self.state["global"]["n"] = 0
+
+    def step(self, closure: Any = None) -> None:
+        if self.where == "tensor":
+            self.number += 1
+        else:
+            (self.numbers if self.where == "dict" else self.state["global"])["n"] += 1
+        super().step(closure)
+
+
+def step_with_state_changed_in_place(where: str) -> str:
+    """Job: one update."""
+    model = Net()
+    engine, _ = start(model, Run("sync", "lion").config(), CountingInPlace(parameter_groups(model), where, lr=1e-2))
+    try:
+        one_update(engine, 0)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("where", "name"),
+    [("tensor", "its attribute 'number'"), ("dict", "its attribute 'numbers'"), ("state", "'global'")],
+)
+def test_optimizer_that_counts_in_place_is_refused(where: str, name: str) -> None:
+    from tests.distributed.harness import RankPool
+
+    pool = RankPool(1)
+    try:
+        assert name in pool.run(step_with_state_changed_in_place, where)[0]
+    finally:
+        pool.close()
+
+
 def load_nothing(run: Run, folder: str) -> tuple[torch.Tensor, torch.Tensor]:
     """Job: theta before and after a load that finds no checkpoint."""
     import megatron_acco
