@@ -142,7 +142,7 @@ def weights(folder: Path, iteration: int) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", ["zero1", "acco"])  # the other modes: tests/distributed/test_resume.py
 def test_resume_is_bit_identical_to_an_uninterrupted_run(data: Path, tmp_path: Path, method: str) -> None:
     config = write_json(tmp_path, method)
     whole, parts = tmp_path / "whole", tmp_path / "parts"
