@@ -51,8 +51,6 @@ class Liveness:
         self._doing: str | None = None
         self._failure: tuple[str, float] | None = None
         self._lock = threading.Lock()
-        self._closed = threading.Event()
-        self._write()
         threading.Thread(target=self._beat, name="acco-liveness", daemon=True).start()
 
     @classmethod
@@ -69,10 +67,6 @@ class Liveness:
         before, self._doing = self._doing, what
         yield
         self._doing = before
-
-    def close(self) -> None:
-        """Write no more."""
-        self._closed.set()
 
     def report(self, failure: str) -> list[str]:
         """Say that this rank has failed, and learn of the others. Takes some seconds; raises nothing.
@@ -117,8 +111,8 @@ class Liveness:
                 os.kill(sign.process, signal.SIGKILL)
 
     def _beat(self) -> None:
-        while not self._closed.wait(INTERVAL_SECONDS) and self.sign():
-            pass
+        while self.sign():
+            time.sleep(INTERVAL_SECONDS)
 
     def sign(self) -> bool:
         """Leave a sign of life now. False if that is not possible any more."""

@@ -55,14 +55,9 @@ class UpdateFigures:
 
 
 class Adviser:
-    """Follows the rounds of a run.
-
-    Attributes:
-        costs: what the last full window measured, None before that.
-    """
+    """Follows the rounds of a run."""
 
     def __init__(self, config: AccoConfig) -> None:
-        self.costs: Costs | None = None
         self._config = config
         self.restart(config.mode)
 
@@ -162,7 +157,7 @@ class Adviser:
         exchange = statistics.median(figures.exchange or 0.0 for figures in window)
         exposed = statistics.median(figures.exposed for figures in window)
         steps = max(1, round(statistics.median(figures.micro_batches for figures in window)))
-        self.costs = Costs(compute / steps, exchange)
+        costs = Costs(compute / steps, exchange)
         share = exposed / (compute + exposed)
         halves = self._halves(window)
         covers = f"an exchange takes {exchange:.3g} s, " + (
@@ -172,14 +167,12 @@ class Adviser:
         )
         unequal = self._unequal(window)
         if self._mode is Mode.SYNC:
-            gain = (compute + exchange) / self._mode_time(self._halves(window), exchange) - 1.0
             if config.mode is not Mode.SYNC:
                 return "fallen back", f"sync rounds are waited for, and still the faster choice: {covers}"
-            faster = Costs(compute / steps, exchange)
-            other = (compute + exchange) / faster.acco(steps, steps // 2) - 1.0 if steps > 1 else gain
-            if other > NEGLIGIBLE:
-                return "sync", f'{covers}; "mode": "acco" would be {other:.0%} faster'
-            return "sync", f"{covers}"
+            gain = costs.zero1(steps) / costs.acco(steps, steps // 2) - 1.0 if steps > 1 else 0.0
+            if gain > NEGLIGIBLE:
+                return "sync", f'{covers}; "mode": "acco" would be {gain:.0%} faster'
+            return "sync", covers
         if share < NEGLIGIBLE and not unequal:
             return "hidden", f"communication is hidden: {covers}, waiting is {share:.1%} of the time"
         if share < NEGLIGIBLE or (unequal and not config.adaptive):
@@ -187,16 +180,16 @@ class Adviser:
                 return "hidden", f"communication is hidden: {covers}, waiting is {share:.1%} of the time; {unequal}"
             return "unequal", f'{unequal}; "accumulation": "adaptive" lets each do what it can in the same time'
         return "exposed", f"communication is not hidden: {covers}, waiting is {share:.0%} of the time; " + self._remedy(
-            compute, exchange, steps
+            costs, halves, steps
         )
 
-    def _remedy(self, compute: float, exchange: float, steps: int) -> str:
+    def _remedy(self, costs: Costs, halves: Sequence[float], steps: int) -> str:
         config = self._config
         if config.adaptive:
             return f'raise "max_micro_batches_per_half" above {config.max_micro_batches_per_half}'
-        costs = Costs(compute / steps, exchange)
-        needed = costs.acco_steps_to_hide() if config.mode is Mode.ACCO else math.ceil(exchange / costs.compute - 1e-9)
-        hidden = self._mode_time(self._halves(list(self._window)), exchange)
+        whole = math.ceil(costs.exchange / costs.compute - 1e-9)
+        needed = costs.acco_steps_to_hide() if config.mode is Mode.ACCO else whole
+        hidden = self._mode_time(halves, costs.exchange)
         text = f"gradient_accumulation_steps {needed} would hide it (now {steps})"
         if config.mode is Mode.ACCO:
             text += ', or "accumulation": "adaptive"'

@@ -141,7 +141,6 @@ class AccoEngine(CheckpointEngine):
             if real != self._forward_was_real and self.optimizer.forward_outstanding:
                 self.optimizer.forget_forwards()
             self._forward_was_real = real
-        if torch.is_grad_enabled():
             self.optimizer.note_forward()
         if real:
             self._show_real()

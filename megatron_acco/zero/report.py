@@ -50,7 +50,6 @@ class RoundReport:
         bytes_sent: payload bytes that this rank sent to other ranks.
         compute_seconds: forward and backward passes of this rank's micro-batches since the round before.
         by_rank: figures of every data-parallel rank, the same on all ranks.
-        overlapped: compute went on beside the round.
         has_halves: the round is of an update with an estimate and a commit.
         compute_spans: (start, end) of each of those micro-batches, marks of the lane's clock.
         lane_marks: start, end of the reduce-scatter, of the optimizer, of the all-gather; marks of the lane's clock.
@@ -70,7 +69,6 @@ class RoundReport:
     bytes_sent: int = 0
     compute_seconds: float = 0.0
     by_rank: tuple[RankFigures, ...] = ()
-    overlapped: bool = True
     has_halves: bool = False
     compute_spans: tuple[tuple[Any, Any], ...] = field(default=(), repr=False)
     lane_marks: tuple[Any, ...] = field(default=(), repr=False)

@@ -106,7 +106,7 @@ class Rounds:
     def run(self, launch: Launch) -> RoundReport:
         """One round. Collective over the lane's group. Mutates masters and optimizer state (commits only)."""
         spec = launch.spec
-        report = RoundReport(launch.update, spec.kind, overlapped=spec.overlapped, compute_spans=launch.compute_spans)
+        report = RoundReport(launch.update, spec.kind, compute_spans=launch.compute_spans)
         report.has_halves = spec.keep or spec.add_kept
         report.compute_seconds = sum(self._clock.between(*span) for span in launch.compute_spans)
         marks = [self._clock.mark()]

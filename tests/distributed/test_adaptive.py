@@ -128,8 +128,8 @@ def test_unequal_counts_agree_with_the_oracle(ranks: Callable, mode: str) -> Non
     counts = check_against_oracle(outcomes, run)
     # The fast rank does more, but in the first half of the first update, beside which nothing is under way.
     later = [by_rank for rounds in counts[1:] for by_rank in rounds]
-    assert all(slow >= 1 for _, slow in later)
-    assert sum(fast for fast, _ in later) > 1.5 * sum(slow for _, slow in later)
+    assert all(fast > slow >= 1 for fast, slow in later)
+    assert sum(fast for fast, _ in later) > 2 * sum(slow for _, slow in later)
     total = sum(sum(by_rank) for rounds in counts for by_rank in rounds)
     assert outcomes[0].samples[-1] == 4 * total
     assert [outcome.samples for outcome in outcomes] == [outcomes[0].samples] * 2
@@ -140,7 +140,7 @@ def test_nobody_waits_for_the_exchange_or_for_a_slow_rank(ranks: Callable) -> No
     outcomes = ranks(2).run(train_at_own_speed, run, (0.005, 0.02), (0.08,))
     for outcome in outcomes:
         # A poll right after the end of the exchange; the end itself is what the drain at the end waits for.
-        assert sorted(outcome.waits[:-1])[len(outcome.waits) // 2] < 0.02
+        assert sorted(outcome.waits[:-1])[len(outcome.waits) // 2] < 0.004
 
 
 def test_a_half_ends_at_its_limit(ranks: Callable) -> None:
@@ -153,10 +153,8 @@ def test_a_half_ends_at_its_limit(ranks: Callable) -> None:
 
 def test_the_configured_update_is_the_smallest(ranks: Callable) -> None:
     run = Run("acco", updates=4, gas=6, acco={**ADAPTIVE, "estimate_fraction": 0.7})
-    counts = check_against_oracle(ranks(2).run(train_at_own_speed, run, (0.02, 0.02), (0.0,)), run)
-    # An exchange that takes longer than a half is rare on one machine, but happens.
-    assert counts.count([(4, 4), (2, 2)]) >= 3
-    assert all(count >= 2 for rounds in counts for by_rank in rounds for count in by_rank)
+    counts = check_against_oracle(ranks(2).run(train_at_own_speed, run, (0.1, 0.1), (0.0,)), run)
+    assert counts == [[(4, 4), (2, 2)]] * 4
 
 
 def test_the_learning_rate_follows_the_square_root_of_the_batch(ranks: Callable) -> None:

@@ -65,36 +65,36 @@ def test_an_exception_in_the_lane_of_one_rank_ends_the_job_with_its_traceback(
 
 
 @pytest.mark.slow
-def test_a_rank_that_is_killed_in_a_round_is_named_with_what_it_was_doing(
+@pytest.mark.parametrize(
+    ("mode", "fault", "rank", "seconds", "named"),
+    [
+        pytest.param(
+            "acco", "kill", 1, GRACE_SECONDS,
+            r"\[rank 0\] rank 1 on \S+ gives no sign of life; last it was computing micro-batch",
+            id="killed in a round",
+        ),
+        pytest.param(
+            "dpu", "kill", 0, GRACE_SECONDS,
+            r"\[rank 1\] rank 0, which keeps the signs of life, cannot be reached",
+            id="rank 0 killed",
+        ),
+        pytest.param(
+            "acco", "stop", 1, LIMIT_SECONDS + GRACE_SECONDS,
+            r"\[rank 0\] rank 1 on \S+ gives no sign of life",
+            id="stopped",
+        ),
+    ],
+)  # fmt: skip
+def test_a_rank_that_is_gone_is_named_and_ends_the_job_in_time(
     data: Path,  # noqa: F811
     tmp_path: Path,
     jobs: Any,  # noqa: F811
+    mode: str,
+    fault: str,
+    rank: int,
+    seconds: float,
+    named: str,
 ) -> None:
-    words = command(data, write_json(tmp_path, "acco"))
-    code, log, seconds = end_of(jobs(faulty(words, "kill", 1, 24)))
-    assert code != 0 and seconds < GRACE_SECONDS
-    assert re.search(r"\[rank 0\] rank 1 on \S+ gives no sign of life; last it was computing micro-batch", log)
-
-
-@pytest.mark.slow
-def test_the_death_of_rank_0_is_named(
-    data: Path,  # noqa: F811
-    tmp_path: Path,
-    jobs: Any,  # noqa: F811
-) -> None:
-    words = command(data, write_json(tmp_path, "dpu"))
-    code, log, seconds = end_of(jobs(faulty(words, "kill", 0, 24)))
-    assert code != 0 and seconds < GRACE_SECONDS
-    assert "[rank 1] rank 0, which keeps the signs of life, cannot be reached" in log
-
-
-@pytest.mark.slow
-def test_a_rank_that_stops_answering_ends_the_job_after_the_time_limit(
-    data: Path,  # noqa: F811
-    tmp_path: Path,
-    jobs: Any,  # noqa: F811
-) -> None:
-    words = command(data, write_json(tmp_path, "acco"))
-    code, log, seconds = end_of(jobs(faulty(words, "stop", 1, 24)))
-    assert code != 0 and seconds < LIMIT_SECONDS + GRACE_SECONDS
-    assert re.search(r"\[rank 0\] rank 1 on \S+ gives no sign of life", log)
+    code, log, took = end_of(jobs(faulty(command(data, write_json(tmp_path, mode)), fault, rank, 24)))
+    assert code != 0 and took < seconds
+    assert re.search(named, log)
