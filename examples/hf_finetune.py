@@ -146,6 +146,8 @@ def main() -> None:
         }
         Path(arguments.output_dir, "result.json").write_text(json.dumps(result) + "\n")
         print(f"{engine}: evaluation loss {losses[0]:.3f} -> {losses[-1]:.3f} in {result['updates']} updates")
+    if torch.distributed.is_initialized():  # else gloo's threads may abort the interpreter as it ends
+        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

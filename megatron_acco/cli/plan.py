@@ -207,7 +207,7 @@ def measure(parameters: float, dtype: str) -> tuple[float, int]:
     device = accelerator.current_device_name()
     total = torch.tensor([base + per_element * parameters], dtype=torch.float64, device=device)
     dist.all_reduce(total, op=dist.ReduceOp.MAX)
-    dist.barrier()
+    dist.destroy_process_group()
     return float(total.item()), world
 
 

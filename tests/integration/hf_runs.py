@@ -478,6 +478,7 @@ def main() -> None:
             if torch.distributed.get_rank() == 0:
                 torch.save(result, folder / f"{name}.pt")
             AcceleratorState._reset_state(reset_partial_state=True)
+    torch.distributed.destroy_process_group()  # else gloo's threads may abort the interpreter as it ends
 
 
 if __name__ == "__main__":

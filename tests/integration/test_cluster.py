@@ -213,6 +213,7 @@ def test_the_deepspeed_launcher_reaches_all_hosts_over_pdsh_and_ssh(cluster: Clu
         "torch.distributed.all_reduce(x)\n"
         "open(os.path.join(os.path.dirname(__file__), socket.gethostname()), 'w').write(\n"
         '    f\'{os.environ["RANK"]} {x.item()} {os.environ["MASTER_ADDR"]} {os.environ["TOLD"]}\')\n'
+        "torch.distributed.destroy_process_group()\n"  # else gloo's threads may abort the interpreter as it ends
     )
     run = cluster.deepspeed([str(script)], env={"TOLD": "yes"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
     out, _ = run.communicate(timeout=TIME_LIMIT)
