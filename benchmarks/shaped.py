@@ -132,7 +132,7 @@ class Turn:
         compute_seconds: forward and backward passes.
         waits: exposed wait of each round.
         rounds: lane time of each round.
-        overlapped: how many of the rounds were.
+        halves: how many of the rounds were estimates or commits of two halves.
         optimizer_seconds: of the rounds.
         lane_cpu: CPU time of the lane's thread.
         other_cpu: CPU time of all threads but the main one.
@@ -144,7 +144,7 @@ class Turn:
     compute_seconds: float = 0.0
     waits: list[float] = field(default_factory=list)
     rounds: list[float] = field(default_factory=list)
-    overlapped: int = 0
+    halves: int = 0
     optimizer_seconds: float = 0.0
     lane_cpu: float = 0.0
     other_cpu: float = 0.0
@@ -290,7 +290,7 @@ class Rank:
             compute_seconds=sum(r.compute_seconds for r in during),
             waits=[r.wait_seconds for r in during],
             rounds=[r.seconds for r in during],
-            overlapped=sum(r.overlapped for r in during),
+            halves=sum(r.has_halves for r in during),
             optimizer_seconds=sum(r.optimizer_seconds for r in during),
             lane_cpu=lane,
             other_cpu=other,
@@ -370,7 +370,7 @@ def report(results: dict[str, list[list[Turn]]], measured: dict[str, Any], args:
         f"{args.turns} turns of {args.block} updates, torch {torch.__version__}, deepspeed {deepspeed.__version__}\n"
     )
     heads = ["method", "tokens/s", "min", "max", f"/{best or 'zero1'}", "min", "max", "/compute", "min", "max"]
-    heads += ["mb/update", "round s", "exposed s", "overlap", "lane cpu", "all cpu"]
+    heads += ["mb/update", "round s", "exposed s", "halves", "lane cpu", "all cpu"]
     print(f"{heads[0]:14}" + "".join(f"{head:>{max(8, len(head) + 1)}}" for head in heads[1:]))
     methods: dict[str, Any] = {}
     for name, values in rates.items():
@@ -397,7 +397,7 @@ FIGURES = (
     ("micro_batches_per_update", ".1f"),
     ("round_seconds", ".3f"),
     ("exposed_seconds", ".3f"),
-    ("overlapped_share", ".0%"),
+    ("halves_share", ".0%"),
     ("lane_cpu_share", ".1%"),
     ("all_cpu_share", ".1%"),
 )
@@ -416,7 +416,7 @@ def round_figures(all_turns: list[list[Turn]]) -> dict[str, float | None]:
         sum(turn.micro_batches for turn in ranks) / updates if updates else None,
         sum(sum(turn.rounds) for turn in ranks) / rounds if rounds else None,
         sum(sum(turn.waits) for turn in ranks) / rounds if rounds else None,
-        sum(turn.overlapped for turn in ranks) / rounds if rounds else None,
+        sum(turn.halves for turn in ranks) / rounds if rounds else None,
         sum(turn.lane_cpu for turn in ranks) / compute if compute else None,
         sum(turn.other_cpu for turn in ranks) / compute if compute else None,
     ]
