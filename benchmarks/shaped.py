@@ -15,7 +15,8 @@ itself, for as long as a turn of compute takes.
 Prints for each method the tokens per second (median, smallest, largest over turns), its ratio to the faster ZeRO-1
 and to compute, micro-batches per update, the exposed wait per round, and the CPU time of the lane and of all threads
 but the main one (lane and gloo) as a share of compute: on CPUs these share the ranks' cores, which on a GPU they do
-not, so that a figure of overlap means something only where they are small. `--out FILE` writes it all as JSON.
+not, so that a figure of overlap means something only where they are small. `model` is how far the cost model, fed with
+the compute and the collectives measured at the start, is off. `--out FILE` writes it all as JSON.
 """
 
 from __future__ import annotations
@@ -29,11 +30,15 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from benchmarks.cluster import Cluster, ClusterError, bits_per_second
+
+if TYPE_CHECKING:
+    from megatron_acco.cost_model import Costs
+    from megatron_acco.zero.probe import CollectiveSeconds
 
 METHODS: dict[str, dict[str, Any]] = {
     "compute": {},
@@ -192,7 +197,7 @@ class Rank:
 
         args = self.args
         compute = self.measure_compute()
-        link = self.choose_rate(compute)
+        measured = self.choose_rate(compute)
         results: dict[str, list[list[Turn]]] = {name: [] for name in args.methods}
         for number in range(args.turns + 1):
             for name in args.methods:
@@ -203,7 +208,7 @@ class Rank:
                 if number > 0:  # the first turn warms up
                     results[name].append(everyone)
         if self.rank == 0:
-            report(results, {"micro_batch": compute, **link, "parameters": self.parameters}, args)
+            report(results, {**measured, "parameters": self.parameters}, args)
         dist.barrier()
         sys.stdout.flush()
         os._exit(0)  # engines share communicators that need not be taken down in order
@@ -299,54 +304,51 @@ class Rank:
     # ---- the link ---------------------------------------------------------------------------------------------------
 
     def choose_rate(self, compute: float) -> dict[str, Any]:
-        """With `--r`, the rate at which one exchange takes r k c. Returns rate (bit/s or None) and exchange (s)."""
+        """With `--r`, the rate at which one exchange takes r k c. Returns the rate (bit/s or None) and `Costs`."""
         import torch.distributed as dist
 
-        rate = bits_per_second(self.args.rate)
-        if self.args.r is None:
-            return {"rate": rate, "exchange": self.exchange_seconds(2)}
-        wanted = self.args.r * self.args.gas * compute
-        sent = 2 * self.parameters * (2 if self.args.bf16 else 4) * (self.world_size - 1) / self.world_size
-        rate, measured = 8 * sent / wanted, wanted
-        for _ in range(2):  # as the wires give it, then as the collectives really take
-            rate *= measured / wanted
-            if self.rank == 0:
-                _ask_for_rate(self.args.rank_of, rate)
-            dist.barrier()
-            measured = self.exchange_seconds(1)
-        return {"rate": rate, "exchange": measured}
+        from megatron_acco.cost_model import Costs
 
-    def exchange_seconds(self, times: int) -> float:
-        """One reduce-scatter and all-gather of the model's size with nothing beside it; the same on all ranks."""
+        rate = bits_per_second(self.args.rate)
+        if self.args.r is not None:
+            wanted = self.args.r * self.args.gas * compute
+            sent = 2 * self.parameters * (2 if self.args.bf16 else 4) * (self.world_size - 1) / self.world_size
+            rate, measured = 8 * sent / wanted, wanted
+            for _ in range(2):  # as the wires give it, then as the collectives really take
+                rate *= measured / wanted
+                if self.rank == 0:
+                    _ask_for_rate(self.args.rank_of, rate)
+                dist.barrier()
+                seconds = self.collective_seconds(1)
+                measured = seconds.exchange
+        else:
+            seconds = self.collective_seconds(2)
+        costs = Costs(compute, seconds.exchange, seconds.reduction, seconds.gathering, blocking=True)
+        return {"rate": rate, **asdict(costs)}
+
+    def collective_seconds(self, times: int) -> CollectiveSeconds:
+        """Of the model's size, with nothing beside them; the same on all ranks."""
         import torch
         import torch.distributed as dist
 
         from megatron_acco.zero.collectives import clone_group, make_exchange
+        from megatron_acco.zero.probe import time_collectives
 
         dtype = torch.bfloat16 if self.args.bf16 else torch.float32
-        exchange = make_exchange(clone_group(dist.group.WORLD), dtype)
-        size = -(-self.parameters // self.world_size)
-        flat, shard = torch.zeros(size * self.world_size, dtype=dtype), torch.zeros(size)
-        exchange.table([0.0], flat.device)  # connects
-        seconds = torch.zeros(times)
-        for index in range(times):
-            dist.barrier()
-            start = time.perf_counter()
-            exchange.reduce_scatter(flat, shard, accumulate=False)
-            exchange.all_gather(flat)
-            seconds[index] = time.perf_counter() - start
-        dist.all_reduce(seconds, dist.ReduceOp.MAX)
-        return float(seconds.median())
+        return time_collectives(make_exchange(clone_group(dist.group.WORLD), dtype), self.parameters, times)
 
 
 # ---- figures --------------------------------------------------------------------------------------------------------
 
 
 def tokens_per_second(name: str, ranks: list[Turn], tokens: int) -> float:
-    """Of all ranks in one turn, `tokens` a micro-batch; for `compute` the sum of their own rates."""
+    """Of all ranks in one turn, `tokens` a micro-batch; for `compute` the sum of their own rates.
+
+    Adaptive ranks end the same update up to a micro-batch apart, early or late in turn: the mean of their windows.
+    """
     if name == "compute":
         return sum(turn.micro_batches * tokens / turn.seconds for turn in ranks)
-    return ranks[0].micro_batches * tokens / max(turn.seconds for turn in ranks)
+    return ranks[0].micro_batches * tokens / statistics.mean(turn.seconds for turn in ranks)
 
 
 def report(results: dict[str, list[list[Turn]]], measured: dict[str, Any], args: argparse.Namespace) -> None:
@@ -355,22 +357,25 @@ def report(results: dict[str, list[list[Turn]]], measured: dict[str, Any], args:
     import torch
 
     from benchmarks import turns
+    from megatron_acco.cost_model import Costs
 
     tokens = args.micro_batch_size * args.seq_length
     rates = {name: [tokens_per_second(name, ranks, tokens) for ranks in all_] for name, all_ in results.items()}
     baselines = [name for name in BASELINES if name in rates]
     best = max(baselines, key=lambda name: statistics.median(rates[name]), default=None)
-    c, exchange, k = measured["micro_batch"], measured["exchange"], args.gas
+    costs = Costs(*(measured[f.name] for f in fields(Costs)))
+    c, exchange, k = costs.compute, costs.exchange, args.gas
     rate = "unshaped" if measured["rate"] is None else f"{measured['rate'] / 1e6:.1f} Mbit/s"
     print(
         f"\n{measured['parameters'] / 1e6:.2f} M parameters, {args.hosts} hosts, CPUs {args.cpu}, link {rate}, "
         f"k = {k}, micro-batch {args.micro_batch_size} x {args.seq_length}\n"
         f"compute of a micro-batch {c:.3f} s, an exchange with nothing beside it {exchange:.3f} s: "
-        f"r = {exchange / (k * c):.2f}\n"
+        f"r = {exchange / (k * c):.2f}; "
+        f"ZeRO-1's all-reduce {costs.reduction:.3f} s, its all-gather {costs.gathering:.3f} s\n"
         f"{args.turns} turns of {args.block} updates, torch {torch.__version__}, deepspeed {deepspeed.__version__}\n"
     )
     heads = ["method", "tokens/s", "min", "max", f"/{best or 'zero1'}", "min", "max", "/compute", "min", "max"]
-    heads += ["mb/update", "round s", "exposed s", "halves", "lane cpu", "all cpu"]
+    heads += ["mb/update", "round s", "exposed s", "halves", "lane cpu", "all cpu", "model"]
     print(f"{heads[0]:14}" + "".join(f"{head:>{max(8, len(head) + 1)}}" for head in heads[1:]))
     methods: dict[str, Any] = {}
     for name, values in rates.items():
@@ -387,10 +392,32 @@ def report(results: dict[str, list[list[Turn]]], measured: dict[str, Any], args:
             "-" if value is None else f"{value:{form}}"
             for (_, form), value in zip(FIGURES, figures.values(), strict=True)
         ]
+        if len(set(args.cpu)) == 1:
+            methods[name]["predicted"] = args.hosts * tokens * predicted(name, costs, k)
+            row.append(f"{methods[name]['predicted'] / statistics.median(values) - 1.0:+.1%}")
+        else:
+            row.append("-")  # the model's ranks are alike
         print(f"{name:14}" + "".join(f"{t:>{max(8, len(h) + 1)}}" for h, t in zip(heads[1:], row, strict=True)))
     if args.out:
         arguments = {key: str(value) for key, value in vars(args).items()}
         args.out.write_text(json.dumps({"arguments": arguments, "measured": measured, "methods": methods}, indent=1))
+
+
+def predicted(name: str, costs: Costs, steps: int) -> float:
+    """Micro-batches per second and rank by the cost model, as `megatron-acco plan` has them."""
+    if name == "adaptive":
+        steps = costs.adaptive_steps(steps, METHODS[name]["acco"]["max_micro_batches_per_half"])
+    seconds = {
+        "compute": costs.compute_only,
+        "zero1": costs.zero1,
+        "zero1-overlap": costs.overlapped_zero1,
+        "sync": costs.sync,
+        "dpu": costs.delayed,
+        "acco": lambda k: costs.acco(k, k // 2),
+        "adaptive": lambda k: costs.acco(k, k // 2),
+        "auto": lambda k: min(costs.acco(k, k // 2), costs.sync(k)),
+    }
+    return steps / seconds[name](steps)
 
 
 FIGURES = (

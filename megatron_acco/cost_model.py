@@ -1,7 +1,8 @@
 """The cost model: time of one update from compute and exchange times (docs/how-it-works.md). Pure arithmetic.
 
 `c`: compute of one micro-batch; `k`: micro-batches per update and rank; `T`: one reduce-scatter plus all-gather, with
-the optimizer's work between them. All times are seconds.
+the optimizer's work between them; `R` and `G`: the all-reduce and the all-gather of DeepSpeed's ZeRO-1. All times are
+seconds.
 """
 
 from __future__ import annotations
@@ -17,27 +18,45 @@ class Costs:
     Attributes:
         compute: one micro-batch, `c`.
         exchange: one reduce-scatter, optimizer step and all-gather that everybody waits for, `T`.
+        reduction: of DeepSpeed's ZeRO-1, `R`. It averages gradients by all-reduce (`use_multi_rank_bucket_allreduce`,
+            on by default), which moves what a reduce-scatter and an all-gather move: None is `T`.
+        gathering: of DeepSpeed's ZeRO-1, `G`; None is half of `T`.
+        blocking: a collective keeps the thread that calls it waiting (gloo), so that ZeRO-1 overlaps nothing.
     """
 
     compute: float
     exchange: float
+    reduction: float | None = None
+    gathering: float | None = None
+    blocking: bool = False
 
     def compute_only(self, steps: int) -> float:
         """An update of `steps` micro-batches without any communication."""
         return steps * self.compute
 
-    def zero1(self, steps: int) -> float:
-        """ZeRO-1 with nothing overlapped, and mode `sync`."""
+    def sync(self, steps: int) -> float:
+        """Mode `sync`: one exchange that is waited for."""
         return steps * self.compute + self.exchange
 
-    def overlapped_zero1(self, steps: int) -> float:
-        """ZeRO-1 whose reduce-scatter hides in the last backward and whose all-gather hides in the next forward.
+    def zero1(self, steps: int) -> float:
+        """DeepSpeed's ZeRO-1 with nothing overlapped."""
+        return steps * self.compute + self._reduction + self._gathering
 
-        Backward is taken for two thirds of a micro-batch; both exchanges for half of `T`.
+    def overlapped_zero1(self, steps: int) -> float:
+        """DeepSpeed's ZeRO-1 with `overlap_comm`: the all-reduce hides in the last backward, the all-gather does not.
+
+        Backward is taken for two thirds of a micro-batch.
         """
-        half = self.exchange / 2.0
-        backward, forward = 2.0 / 3.0 * self.compute, 1.0 / 3.0 * self.compute
-        return steps * self.compute + max(0.0, half - backward) + max(0.0, half - forward)
+        hidden = 0.0 if self.blocking else min(self._reduction, 2.0 / 3.0 * self.compute)
+        return self.zero1(steps) - hidden
+
+    @property
+    def _reduction(self) -> float:
+        return self.exchange if self.reduction is None else self.reduction
+
+    @property
+    def _gathering(self) -> float:
+        return self.exchange / 2.0 if self.gathering is None else self.gathering
 
     def delayed(self, steps: int) -> float:
         """Modes `dpu` and `wp`: one exchange behind the whole next update."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,6 +61,7 @@ def predict(case: Case) -> list[Row]:
     times: list[tuple[str, int, float, bool]] = [
         ("ZeRO-1", k, costs.zero1(k), False),
         ("ZeRO-1, overlapped", k, costs.overlapped_zero1(k), False),
+        ("sync", k, costs.sync(k), True),
         ("dpu", k, costs.delayed(k), True),
         ("acco, fixed", k, costs.acco(k, k // 2), True),
         ("acco, adaptive", adaptive, costs.acco(adaptive, adaptive // 2), True),
@@ -76,9 +76,10 @@ def predict(case: Case) -> list[Row]:
 
 
 def smallest_winning_accumulation(costs: Costs, most: int = 4096) -> int | None:
-    """Fewest micro-batches per update with which fixed ACCO beats both forms of ZeRO-1; None: not up to `most`."""
+    """Fewest micro-batches per update with which fixed ACCO beats every rule that waits; None: not up to `most`."""
     for steps in range(2, most + 1):
-        if costs.acco(steps, steps // 2) < 0.999 * min(costs.zero1(steps), costs.overlapped_zero1(steps)):
+        waiting = min(costs.overlapped_zero1(steps), costs.sync(steps))
+        if costs.acco(steps, steps // 2) < 0.999 * waiting:
             return steps
     return None
 
@@ -116,21 +117,21 @@ def run(args: argparse.Namespace) -> int:
     """Print the table; with --measure on rank 0 only."""
     _check(args)
     weight_bytes = _DTYPES[args.dtype]
+    if args.compute_ms is not None:
+        compute = args.compute_ms / 1e3
+    else:
+        compute = 6.0 * args.parameters * args.tokens / (args.tflops * 1e12)
     if args.measure:
-        exchange, ranks = measure(args.parameters, args.dtype)
+        costs, ranks = measure(args.parameters, args.dtype, compute)
         if int(os.environ.get("RANK", "0")) != 0:
             return 0
     else:
         ranks = args.ranks
         link = Link(args.bandwidth_gbit * 1e9 / 8.0, args.latency_us * 1e-6)
-        exchange = link.exchange(args.parameters, ranks, weight_bytes, weight_bytes)
-    if args.compute_ms is not None:
-        compute = args.compute_ms / 1e3
-    else:
-        compute = 6.0 * args.parameters * args.tokens / (args.tflops * 1e12)
+        costs = Costs(compute, link.exchange(args.parameters, ranks, weight_bytes, weight_bytes))
     sum_bytes = weight_bytes if args.dtype != "fp32" and args.grad_accum_dtype == "bf16" else 4
     case = Case(
-        args.parameters, ranks, args.micro_batches, Costs(compute, exchange), args.tokens, weight_bytes, sum_bytes,
+        args.parameters, ranks, args.micro_batches, costs, args.tokens, weight_bytes, sum_bytes,
         args.max_micro_batches_per_half,
     )  # fmt: skip
     print("\n".join(report(case)))
@@ -159,17 +160,17 @@ def report(case: Case) -> list[str]:
     wins = smallest_winning_accumulation(costs)
     lines += ["", f"fixed ACCO hides all of it from {costs.acco_steps_to_hide()} micro-batches per update on"]
     lines.append(
-        "and is faster than ZeRO-1 in either form "
+        "and is faster than ZeRO-1 in either form, and than sync rounds, "
         + (f"from {wins} on" if wins is not None else "with no accumulation up to 4096")
     )
     lines.append("(model state without activations; evaluation and saving take another copy of the weights)")
     return lines
 
 
-def measure(parameters: float, dtype: str) -> tuple[float, int]:
-    """Seconds of one exchange of `parameters` elements with the real collectives, and the number of ranks.
+def measure(parameters: float, dtype: str, compute: float) -> tuple[Costs, int]:
+    """The costs with the real collectives of `parameters` elements, and the number of ranks.
 
-    A part of at most 64 MiB is exchanged and scaled up. Collective over all ranks.
+    At most 64 MiB are exchanged, and scaled up. Collective over all ranks.
     """
     import deepspeed
     import torch
@@ -177,6 +178,7 @@ def measure(parameters: float, dtype: str) -> tuple[float, int]:
     from deepspeed.accelerator import get_accelerator
 
     from megatron_acco.zero.collectives import make_exchange
+    from megatron_acco.zero.probe import time_large_exchange
 
     deepspeed.init_distributed()
     world = dist.get_world_size()
@@ -188,39 +190,10 @@ def measure(parameters: float, dtype: str) -> tuple[float, int]:
         accelerator.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     group = dist.group.WORLD
     assert group is not None
-    exchange = make_exchange(group, element)
-
-    def seconds(elements: int) -> float:
-        flat = torch.zeros(elements, dtype=element, device=accelerator.current_device_name())
-        shard = torch.zeros(elements // world, device=flat.device)
-
-        def once() -> None:
-            exchange.reduce_scatter(flat, shard, accumulate=False)
-            exchange.all_gather(flat)
-
-        return _best_of(once, lambda: (accelerator.synchronize(), dist.barrier()))
-
-    most = int(min(parameters, _MEASURED_BYTES / element.itemsize)) // world * world
-    small = world * 256
-    base, full = seconds(small), seconds(max(most, 2 * small))
-    per_element = max(0.0, full - base) / (max(most, 2 * small) - small)
-    device = accelerator.current_device_name()
-    total = torch.tensor([base + per_element * parameters], dtype=torch.float64, device=device)
-    dist.all_reduce(total, op=dist.ReduceOp.MAX)
+    seconds = time_large_exchange(make_exchange(group, element), int(parameters), _MEASURED_BYTES // element.itemsize)
+    blocking = dist.get_backend(group) == dist.Backend.GLOO
     dist.destroy_process_group()
-    return float(total.item()), world
-
-
-def _best_of(work: Callable[[], Any], settle: Callable[[], Any], turns: int = 5) -> float:
-    work()
-    times = []
-    for _ in range(turns):
-        settle()
-        start = time.perf_counter()
-        work()
-        settle()
-        times.append(time.perf_counter() - start)
-    return sorted(times)[len(times) // 2]
+    return Costs(compute, seconds.exchange, seconds.reduction, seconds.gathering, blocking), world
 
 
 def draw(case: Case, out: Path) -> None:
@@ -239,6 +212,7 @@ def draw(case: Case, out: Path) -> None:
         ("compute only", costs.compute_only),
         ("ZeRO-1", costs.zero1),
         ("ZeRO-1, overlapped", costs.overlapped_zero1),
+        ("sync", costs.sync),
         ("dpu", costs.delayed),
         ("acco", lambda k: costs.acco(k, k // 2)),
     ]

@@ -298,8 +298,13 @@ class TrainingLog:
             # As captured at the launch; the scheduler moves when the update before has settled.
             record.learning_rate = commit.learning_rate
         if isinstance(self.engine, megatron_acco.AccoEngine):
-            settled = [update for update in self._commits if update < record.iteration]
-            record.skipped_iterations = sum(not self._commits.pop(update).applied for update in settled)
+            settled = [self._commits.pop(update) for update in list(self._commits) if update < record.iteration]
+            record.skipped_iterations = sum(not commit.applied for commit in settled)
+            if settled:  # adaptive accumulation knows an update's samples when its commit is done
+                count = sum(commit.micro_batches for commit in settled) / len(settled)
+                samples = count * self.engine.train_micro_batch_size_per_gpu()
+                record.global_batch_size = round(samples)
+                record.tokens_per_second = samples * self.sequence_length * 1000.0 / record.elapsed_ms_per_iteration
         rounds = [r for r in self._rounds if r.report.update < record.iteration]
         self._rounds = [r for r in self._rounds if r.report.update >= record.iteration]
         if rounds:

@@ -169,7 +169,7 @@ class Adviser:
         if self._mode is Mode.SYNC:
             if config.mode is not Mode.SYNC:
                 return "fallen back", f"sync rounds are waited for, and still the faster choice: {covers}"
-            gain = costs.zero1(steps) / costs.acco(steps, steps // 2) - 1.0 if steps > 1 else 0.0
+            gain = costs.sync(steps) / costs.acco(steps, steps // 2) - 1.0 if steps > 1 else 0.0
             if gain > NEGLIGIBLE:
                 return "sync", f'{covers}; "mode": "acco" would be {gain:.0%} faster'
             return "sync", covers
@@ -193,8 +193,8 @@ class Adviser:
         text = f"gradient_accumulation_steps {needed} would hide it (now {steps})"
         if config.mode is Mode.ACCO:
             text += ', or "accumulation": "adaptive"'
-        if costs.zero1(steps) < LEAVE_MARGIN * hidden:
-            gain = hidden / costs.zero1(steps) - 1.0
+        if costs.sync(steps) < LEAVE_MARGIN * hidden:
+            gain = hidden / costs.sync(steps) - 1.0
             text += f'; at this batch size sync rounds are {gain:.0%} faster ("fallback": "auto" takes them)'
         return text
 

@@ -9,32 +9,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-_free_groups: dict[tuple[int, ...], list[dist.ProcessGroup]] = {}
+_free_groups: dict[tuple[str, tuple[int, ...]], list[dist.ProcessGroup]] = {}
 
 
 def give_back_group(group: dist.ProcessGroup) -> None:
     """Leave a group of `clone_group`, on which nothing is in flight, to the next engine over the same ranks."""
-    _free_groups.setdefault(tuple(dist.get_process_group_ranks(group)), []).append(group)
+    key = (dist.get_backend(group), tuple(dist.get_process_group_ranks(group)))
+    _free_groups.setdefault(key, []).append(group)
 
 
-def clone_group(group: dist.ProcessGroup) -> dist.ProcessGroup:
-    """A process group of its own over the ranks of `group`, with the same time limit.
+def clone_group(group: dist.ProcessGroup, backend: str | None = None) -> dist.ProcessGroup:
+    """A process group of its own over the ranks of `group`, with the same time limit and, by default, backend.
 
     Two threads must never issue collectives on one communicator, hence the lane's own. Only the members of `group`
     take part in the call. A group that an earlier engine gave back is used again: each has threads and connections,
     and torch would give a new one after a destroyed one the same name, with the old addresses in the store.
     """
-    free = _free_groups.get(tuple(dist.get_process_group_ranks(group)), [])
+    backend, ranks = backend or dist.get_backend(group), dist.get_process_group_ranks(group)
+    free = _free_groups.get((backend, tuple(ranks)), [])
     while free:
         candidate = free.pop()
         if candidate in dist.distributed_c10d._world.pg_map:  # not of a world that was destroyed since
             return candidate
-    return dist.new_group(
-        dist.get_process_group_ranks(group),
-        timeout=group_limit(group),
-        backend=dist.get_backend(group),
-        use_local_synchronization=True,
-    )
+    return dist.new_group(ranks, timeout=group_limit(group), backend=backend, use_local_synchronization=True)
 
 
 def group_limit(group: dist.ProcessGroup) -> timedelta:

@@ -85,8 +85,8 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         self.clock = DeviceClock()
         self.adviser = Adviser(acco)
         self.lane = Lane(f"acco-lane-{dist.get_rank()}", group_limit(self.dp_process_group))
-        self._lane_groups = [clone_group(self.dp_process_group)]
-        exchange = make_exchange(self._lane_groups[0], self.communication_data_type)
+        self._own_groups = [clone_group(self.dp_process_group)]
+        exchange = make_exchange(self._own_groups[0], self.communication_data_type)
         self._rounds = Rounds(
             exchange,
             self._tensor_parallel(exchange.rank),
@@ -107,7 +107,7 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         group = None
         if self.model_parallel_world_size > 1:
             group = clone_group(self.model_parallel_group)
-            self._lane_groups.append(group)
+            self._own_groups.append(group)
         partitions = [(rank * size, (rank + 1) * size) for size in self.partition_size]
         return TensorParallel(group, self._slots(), partitions)
 
@@ -115,9 +115,8 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         """Processes of one replica, in which its first rank says when a half is full: no device, no waiting for it."""
         if self.model_parallel_world_size == 1:
             return None
-        ranks = dist.get_process_group_ranks(self.model_parallel_group)
-        limit = group_limit(self.model_parallel_group)
-        return dist.new_group(ranks, timeout=limit, backend="gloo", use_local_synchronization=True)
+        self._own_groups.append(clone_group(self.model_parallel_group, "gloo"))
+        return self._own_groups[-1]
 
     # ---- accumulation: called by the engine around each backward --------------------------------------------------
 
@@ -589,8 +588,8 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         """Close the lane and detach the parameters, then what the base does."""
         self.lane.close()
         if self.lane.idle and not self.lane.failed:
-            while self._lane_groups:
-                give_back_group(self._lane_groups.pop())
+            while self._own_groups:
+                give_back_group(self._own_groups.pop())
         self._buffers.release()
         super().destroy()
         unlink_parameters(self._slots())

@@ -54,4 +54,6 @@ def test_adaptive_run_ends_by_samples_and_goes_on_where_its_streams_were(
     assert 400 <= records(save, "validation")[-1]["consumed_samples"] < 600
     counts = [record["micro_batches_by_rank"] for record in records(save) if record["micro_batches_by_rank"]]
     assert all(len(by_rank) == 2 for by_rank in counts)
+    # Also of the first update after the resume, whose samples are counted when its commit is done.
+    assert all(record["global_batch_size"] >= 4 and record["tokens_per_second"] > 0 for record in records(save))
     assert all(len(record["exposed_wait_ms_by_rank"]) == 2 for record in records(save)[1:5])
