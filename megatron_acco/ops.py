@@ -28,6 +28,10 @@ def prepare_cpu_ops(builders: Sequence[str]) -> None:
     accelerator = get_accelerator()
     if accelerator.device_name() != "cpu":
         return
+    # A login by ssh, as launchers make it, has no environment activated: ninja lies beside the interpreter.
+    beside = str(Path(sys.executable).parent)
+    if beside not in os.environ.get("PATH", "").split(os.pathsep):
+        os.environ["PATH"] = os.pathsep.join(filter(None, [os.environ.get("PATH"), beside]))
     for name in builders:
         builder = accelerator.create_op_builder(name)
         if builder is None or not __compatible_ops__.get(builder.NAME, False):

@@ -6,9 +6,9 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from megatron_acco.cli import generate, plan, plot, prepare_corpus, preprocess_data
+from megatron_acco.cli import generate, launch, plan, plot, prepare_corpus, preprocess_data
 
-SUBCOMMANDS = (plan, preprocess_data, prepare_corpus, plot, generate)
+SUBCOMMANDS = (launch, plan, preprocess_data, prepare_corpus, plot, generate)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -5,12 +5,9 @@ from __future__ import annotations
 import os
 import random
 import signal
-import socket
 import sys
 import time
 import traceback
-from collections.abc import MutableMapping
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import NoReturn
 
@@ -21,6 +18,9 @@ import torch.distributed as dist
 from deepspeed.accelerator import get_accelerator
 from megatron.core import parallel_state, tensor_parallel
 
+from megatron_acco.hosts import meeting
+from megatron_acco.hosts.judge import Verdict
+from megatron_acco.hosts.ranks import Ranks, discover_ranks
 from megatron_acco.shared_memory import release_shared_memory
 from megatron_acco.training import liveness
 from megatron_acco.training.without_cuda import support_cpu
@@ -34,81 +34,9 @@ EXIT_BAD_INPUT = 2
 EXIT_SIGNAL = 75
 """Stopped by SIGTERM, SIGUSR1 or Ctrl-C; if there is a --save folder, it holds a checkpoint to resume from."""
 
+__all__ = ["Ranks", "discover_ranks"]
+
 _SEEDS_PER_REPLICA = 10_000
-
-# rank, number of ranks, rank on the node, ranks on the node
-_LAUNCHERS = {
-    "Slurm": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
-    "Slurm (job)": ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_TASKS_PER_NODE"),
-    "Open MPI": (
-        "OMPI_COMM_WORLD_RANK",
-        "OMPI_COMM_WORLD_SIZE",
-        "OMPI_COMM_WORLD_LOCAL_RANK",
-        "OMPI_COMM_WORLD_LOCAL_SIZE",
-    ),
-    "MPICH": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
-}
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """Which process of how many this is."""
-
-    rank: int
-    world_size: int
-    local_rank: int
-    local_world_size: int
-
-
-def discover_ranks(environ: MutableMapping[str, str] = os.environ) -> Ranks:
-    """Read the launcher's variables, or derive them from Slurm's or MPI's, and complete them for torch.
-
-    A process that is started with none of them is a run of one rank.
-
-    Raises:
-        ValueError: if only some of the variables are there, so that every process would take itself for rank 0 of 1.
-    """
-    if "RANK" not in environ:
-        _derive(environ)
-    missing = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR") if name not in environ]
-    if missing:
-        raise ValueError(
-            f"incomplete launch: {', '.join(missing)} not set; start with `deepspeed pretrain_gpt_acco.py ...`"
-        )
-    environ.setdefault("MASTER_PORT", "29500")
-    local = environ.get("LOCAL_SIZE") or environ.get("LOCAL_WORLD_SIZE") or "1"
-    ranks = Ranks(int(environ["RANK"]), int(environ["WORLD_SIZE"]), int(environ["LOCAL_RANK"]), int(local))
-    if not 0 <= ranks.rank < ranks.world_size:
-        raise ValueError(f"RANK {ranks.rank} is not among the {ranks.world_size} ranks of WORLD_SIZE")
-    return ranks
-
-
-def _derive(environ: MutableMapping[str, str]) -> None:
-    if int(environ.get("WORLD_SIZE", "1")) > 1:
-        raise ValueError(
-            f"WORLD_SIZE is {environ['WORLD_SIZE']} but RANK is not set; start with "
-            f"`deepspeed pretrain_gpt_acco.py ...`"
-        )
-    for launcher, (rank, size, local_rank, local_size) in _LAUNCHERS.items():
-        if rank in environ and int(environ.get(size, "1")) > 1:
-            environ.update(RANK=environ[rank], WORLD_SIZE=environ[size], LOCAL_RANK=environ.get(local_rank, "0"))
-            if environ.get(local_size, "").isdigit():
-                environ.setdefault("LOCAL_WORLD_SIZE", environ[local_size])
-            one_node = environ.get("SLURM_NNODES") == "1" or environ.get(local_size) == environ[size]
-            if "MASTER_ADDR" not in environ and one_node:
-                environ["MASTER_ADDR"] = "127.0.0.1"
-            if "MASTER_ADDR" not in environ:
-                raise ValueError(
-                    f"started by {launcher} as rank {environ[rank]} of {environ[size]}, but MASTER_ADDR (the host of "
-                    f"rank 0) is not set"
-                )
-            return
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
-    environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0", LOCAL_WORLD_SIZE="1")
-    environ.setdefault("MASTER_ADDR", "127.0.0.1")
-    environ.setdefault("MASTER_PORT", port)
 
 
 def set_threads(ranks: Ranks) -> str:
@@ -146,18 +74,27 @@ def initialize_distributed(ranks: Ranks, tensor_parallel_size: int, timeout_minu
         The control group: all ranks, on CPU tensors, for decisions and log figures.
 
     Raises:
+        HostsRefused: if the hosts do not fit together (megatron_acco.hosts.judge).
         RuntimeError: if not all ranks arrive within the time limit, or not as many as the launcher promised.
     """
     timeout = timedelta(minutes=timeout_minutes)
     accelerator = get_accelerator()
     if accelerator.device_name() != "cpu":
         accelerator.set_device(ranks.local_rank)
+    met = meeting.meet(ranks, accelerator.device_name(), timeout)
+    if ranks.rank == 0:
+        _report_hosts(met.verdict)
+    meeting.accept(met.verdict, ranks.rank)
     try:
         deepspeed.init_distributed(timeout=timeout, verbose=False)
-    except dist.DistError as error:
+    except (dist.DistError, RuntimeError) as error:
+        interface, address = met.verdict.speaks[ranks.rank]
+        spoke = (
+            f" (it speaks from {address} on {interface}; megatron-acco doctor tries every pair)" if interface else ""
+        )
         raise RuntimeError(
-            f"rank {ranks.rank} of {ranks.world_size} could not meet the others at {os.environ['MASTER_ADDR']}:"
-            f"{os.environ['MASTER_PORT']} within {timeout_minutes:g} minutes: {error}"
+            f"rank {ranks.rank} of {ranks.world_size} met the others at {os.environ['MASTER_ADDR']}:"
+            f"{os.environ['MASTER_PORT']}, but could not connect to all of them{spoke}: {error}"
         ) from error
     liveness.start(ranks.rank, ranks.world_size)
     release_shared_memory()
@@ -171,6 +108,14 @@ def initialize_distributed(ranks: Ranks, tensor_parallel_size: int, timeout_minu
     control = dist.new_group(backend="gloo", timeout=timeout)
     assert control is not None
     return control
+
+
+def _report_hosts(verdict: Verdict) -> None:
+    for line in verdict.hosts:
+        print(f" {line}")
+    for warning in verdict.warnings:
+        print(f" WARNING: {warning}")
+    sys.stdout.flush()
 
 
 def seed_everything(seed: int) -> None:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 
 from megatron_acco.config import acco_config
 from megatron_acco.ds_json import describe_batch
+from megatron_acco.hosts.meeting import HostsRefused
 from megatron_acco.training import environment
 from megatron_acco.training.checkpoint import Refused, SaveError
 from megatron_acco.training.control import Stop
@@ -37,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         stop = train(run)
         dist.barrier(group=run.control)
         dist.destroy_process_group()
-    except Refused as error:
+    except (Refused, HostsRefused) as error:
         environment.end_at_once(environment.end_with_message(ranks, str(error)))
     except SaveError as error:
         environment.end_with_message(ranks, str(error))

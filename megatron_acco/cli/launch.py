@@ -1,0 +1,109 @@
+"""`megatron-acco launch`: DeepSpeed's launcher, with the variables that a run needs sent to all hosts."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# DeepSpeed 0.19 sends those that begin with MLFLOW, PYTHON, MV2, UCX, and on CUDA with NCCL.
+FORWARDED = (
+    "CUDA_DEVICE_",
+    "DEEPSPEED_",
+    "DS_",
+    "GLOO_",
+    "HF_",
+    "KMP_",
+    "MASTER_",
+    "MKL_",
+    "NCCL_",
+    "OMP_",
+    "TOKENIZERS_",
+    "TORCH_",
+    "TRANSFORMERS_",
+    "WANDB_",
+)
+# DeepSpeed writes what it sends into its log, and every process list shows it.
+_SECRET = re.compile(r"TOKEN($|_)|_KEY$|SECRET|PASSWORD")
+
+
+def add_parser(subparsers: Any) -> None:
+    """Add the subcommand to `subparsers`."""
+    parser = subparsers.add_parser(
+        "launch",
+        help="deepspeed's launcher, with GLOO_*, NCCL_*, OMP_*, DS_*, HF_* ... sent to all hosts",
+        description=f"Takes the arguments of the `deepspeed` command. Variables that begin with one of "
+        f"{', '.join(FORWARDED)} reach the ranks of all hosts, not only those of this one.",
+        prefix_chars="\0",  # every option is DeepSpeed's
+        add_help=False,
+    )
+    parser.add_argument("arguments", nargs="*", metavar="ARGUMENT", help="as for `deepspeed`")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Start DeepSpeed's launcher; its exit code."""
+    return launch(args.arguments)
+
+
+def launch(arguments: Sequence[str]) -> int:
+    """DeepSpeed's launcher in this process, with more variables sent.
+
+    Raises:
+        ValueError: a `.deepspeed_env` that DeepSpeed cannot read.
+    """
+    from deepspeed.launcher import runner
+
+    names, secrets = select(os.environ)
+    if secrets:
+        print(f"megatron-acco launch: not sent to the hosts, because it would be logged: {', '.join(secrets)}")
+    for folder in runner.DEEPSPEED_ENVIRONMENT_PATHS:
+        check_environment_file(Path(folder) / runner.DEEPSPEED_ENVIRONMENT_NAME)
+    # DeepSpeed compares beginnings of names.
+    runner.EXPORT_ENVS = [*runner.EXPORT_ENVS, *names]
+    port = ssh_port(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
+    options = ["--ssh_port", port] if port and not any(word.startswith("--ssh_port") for word in arguments) else []
+    sys.stdout.flush()
+    try:
+        runner.main([*options, *arguments])
+    except SystemExit as end:
+        return end.code if isinstance(end.code, int) else 1
+    return 0
+
+
+def select(environ: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Names of the variables to send, and of those that look like secrets."""
+    names = sorted(name for name, value in environ.items() if name.startswith(FORWARDED) and value)
+    return [n for n in names if not _SECRET.search(n)], [n for n in names if _SECRET.search(n)]
+
+
+def check_environment_file(path: Path) -> None:
+    """DeepSpeed ends with a traceback that names neither file nor line.
+
+    Raises:
+        ValueError: naming both.
+    """
+    if not path.is_file():
+        return
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        if not re.match(r"\s*\w+=", line):
+            raise ValueError(
+                f"{path}, line {number}: {line.strip()!r} is not NAME=VALUE; DeepSpeed takes no blank lines and no "
+                f"comments there"
+            )
+
+
+def ssh_port(options: str) -> str | None:
+    """The port of ssh's options for pdsh. DeepSpeed's own logins by ssh do not know them, only --ssh_port."""
+    words = shlex.split(options)
+    for word, following in zip(words, [*words[1:], ""], strict=True):
+        if word == "-p" and following.isdigit():
+            return following
+        if re.fullmatch(r"-p\d+", word):
+            return word[2:]
+    return None

@@ -1,0 +1,136 @@
+"""The ranks meet at the master's store and check each other, before any of them makes a process group.
+
+A process group that cannot be made says which address it tried, seldom why; versions that differ show as a hang or as
+wrong numbers. So every rank leaves its facts in the store, rank 0 judges them, and all read the verdict.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections import defaultdict
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from megatron_acco.hosts.facts import Facts, gather
+from megatron_acco.hosts.judge import Verdict, judge
+from megatron_acco.hosts.ranks import Ranks
+
+_PREFIX = "megatron_acco_hosts"
+
+
+class HostsRefused(ValueError):
+    """The ranks cannot make a job. The message says what is wrong on which host and what to do."""
+
+
+@dataclass(frozen=True)
+class Meeting:
+    """After `meet`: the store (which must live as long as the job on rank 0), facts of all ranks on rank 0."""
+
+    store: dist.Store
+    verdict: Verdict
+    everyone: list[Facts]
+
+
+def meet(ranks: Ranks, device: str, timeout: timedelta) -> Meeting:
+    """Meet the other ranks and judge their hosts. Collective; makes no process group.
+
+    Raises:
+        RuntimeError: not all ranks arrive in time; rank 0 names those that do not.
+    """
+    master, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    facts = gather(ranks, device, master, port)
+    start = time.monotonic()
+    minutes = timeout.total_seconds() / 60.0
+    try:
+        store = _open_store(ranks, master, port, timeout)
+    except dist.DistError as error:
+        raise RuntimeError(
+            f"rank {ranks.rank} of {ranks.world_size} on {facts.host} could not meet the others at {master}:{port} "
+            f"within {minutes:g} minutes (own addresses: {facts.interfaces}): {error}"
+        ) from error
+    shared = dist.PrefixStore(_PREFIX, store)
+    if shared.add(f"taken {ranks.rank}", 1) > 1:
+        raise HostsRefused(
+            f"{facts.host}: another process is rank {ranks.rank} already at {master}:{port}; two jobs have the same "
+            f"master and port (choose another --master_port), or a process was started twice"
+        )
+    shared.set(str(ranks.rank), json.dumps(asdict(facts)))
+    everyone: list[Facts] = []
+    try:
+        if ranks.rank == 0:
+            everyone = _collect(shared, ranks, start, timeout, f"{master}:{port}")
+            verdict = judge(everyone, master)
+            shared.set("verdict", json.dumps(asdict(verdict)))
+            if verdict.problems:
+                _let_others_read(shared, ranks.world_size - 1)
+        else:
+            # Rank 0 needs the whole time limit to find out that a rank is missing.
+            shared.wait(["verdict"], timeout + timedelta(seconds=5))
+            verdict = Verdict(**json.loads(shared.get("verdict")))
+            shared.add("read", 1)
+    except dist.DistError as error:
+        raise RuntimeError(
+            f"rank {ranks.rank} of {ranks.world_size} on {facts.host} could not meet the others at {master}:{port} "
+            f"within {minutes:g} minutes: {error}"
+        ) from error
+    return Meeting(store, verdict, everyone)
+
+
+def accept(verdict: Verdict, rank: int) -> None:
+    """Let gloo speak through the interface that was chosen for this rank.
+
+    Raises:
+        HostsRefused: the verdict has problems; the same message on all ranks.
+    """
+    if verdict.problems:
+        raise HostsRefused("the hosts cannot make a job: " + "\n  ".join(["", *verdict.problems]).strip())
+    interface = verdict.speaks[rank][0]
+    if interface and not os.environ.get("GLOO_SOCKET_IFNAME"):
+        # Else gloo takes the address of the host's own name, which is 127.0.1.1 on many.
+        os.environ["GLOO_SOCKET_IFNAME"] = interface
+
+
+def _open_store(ranks: Ranks, master: str, port: int, timeout: timedelta) -> dist.TCPStore:
+    # As torch's env:// does, which opens the same store once more: torchrun keeps it in its agent, else rank 0 does.
+    serves = ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    return dist.TCPStore(master, port, is_master=serves, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+
+
+def _let_others_read(store: dist.Store, others: int) -> None:
+    """Wait a moment until all have the verdict: this process ends, and its store with it."""
+    deadline = time.monotonic() + 5.0
+    while store.add("read", 0) < others and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+def _collect(store: dist.Store, ranks: Ranks, start: float, timeout: timedelta, place: str) -> list[Facts]:
+    everyone = []
+    deadline = start + timeout.total_seconds()
+    for rank in range(ranks.world_size):
+        try:
+            left = max(0.001, deadline - time.monotonic())
+            store.wait([str(rank)], timedelta(seconds=left))
+        except dist.DistError as error:
+            raise RuntimeError(_missing(store, ranks.world_size, timeout, place)) from error
+        everyone.append(Facts(**json.loads(store.get(str(rank)))))
+    return everyone
+
+
+def _missing(store: dist.Store, world_size: int, timeout: timedelta, place: str) -> str:
+    present: dict[str, list[int]] = defaultdict(list)
+    absent = []
+    for rank in range(world_size):
+        if store.check([str(rank)]):
+            present[Facts(**json.loads(store.get(str(rank)))).host].append(rank)
+        else:
+            absent.append(rank)
+    arrived = "; ".join(f"{host}: {ranks}" for host, ranks in present.items())
+    return (
+        f"rank 0 of {world_size} could not meet the others at {place} within {timeout.total_seconds() / 60.0:g} "
+        f"minutes: ranks {absent} did not arrive (there are {arrived}); look at their output, and whether {place} can "
+        f"be reached from their hosts (megatron-acco doctor)"
+    )
