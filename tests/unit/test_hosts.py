@@ -1,0 +1,178 @@
+"""Ranks from launchers' and schedulers' variables, and the judgement over hosts.
+
+Covers CASES B41 (loopback and interface names), B45 (everyone is rank 0 of 1), B40 (ssh port), B47 (shared memory).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megatron_acco.cli.launch import check_environment_file, select, ssh_port
+from megatron_acco.hosts.facts import Facts
+from megatron_acco.hosts.judge import Verdict, judge
+from megatron_acco.hosts.ranks import Ranks, discover_ranks, first_node
+
+SLURM = {
+    "SLURM_PROCID": "2",
+    "SLURM_STEP_NUM_TASKS": "3",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "2,1",
+    "SLURM_NODEID": "1",
+    "SLURM_NNODES": "2",
+    "SLURM_STEP_NODELIST": "gpu[07-08]",
+    "SLURM_JOB_ID": "4711",
+    "SLURM_STEP_ID": "0",
+}
+MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "0",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "1",
+}
+BY_HAND = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "h", "MASTER_PORT": "1"}
+
+
+def test_slurm_says_everything_about_ranks_on_several_nodes() -> None:
+    environ = dict(SLURM)
+    assert discover_ranks(environ) == Ranks(2, 3, 0, 1)
+    assert environ["MASTER_ADDR"] == "gpu07" and 20_000 <= int(environ["MASTER_PORT"]) < 30_000
+    assert discover_ranks({**SLURM, "MASTER_ADDR": "own", "SLURM_NODEID": "0"}) == Ranks(2, 3, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("n1", "n1"), ("n1,n2", "n1"), ("gpu[07-09,12],x1", "gpu07"), ("rack[2,4]-a,b", "rack2-a"), ("n[003]", "n003")],
+)
+def test_first_node_of_a_slurm_list(nodes: str, first: str) -> None:
+    assert first_node(nodes) == first
+
+
+def test_mpi_needs_the_master_only() -> None:
+    assert discover_ranks({**MPI, "MASTER_ADDR": "h"}) == Ranks(1, 2, 0, 1)
+    with pytest.raises(ValueError, match=r"Open MPI as rank 1 of 2, but MASTER_ADDR.*mpirun -x MASTER_ADDR"):
+        discover_ranks(dict(MPI))
+
+
+@pytest.mark.parametrize(
+    ("environ", "message"),
+    [
+        ({**SLURM, **BY_HAND}, "Slurm started this process as rank 2 of 3.*say rank 0 of 1; unset RANK"),
+        ({**MPI, **BY_HAND, "WORLD_SIZE": "2"}, "Open MPI started this process as rank 1 of 2.*say rank 0 of 2"),
+        ({**SLURM, "WORLD_SIZE": "2"}, r"Slurm started 3 processes.*but WORLD_SIZE is 2"),
+        ({**SLURM, **BY_HAND, "CROSS_RANK": "0"}, "Slurm started DeepSpeed's launcher 3 times, and each of them"),
+        ({**SLURM, **BY_HAND, "TORCHELASTIC_RUN_ID": "0"}, "Slurm started torchrun 3 times"),
+        ({**BY_HAND, "WORLD_SIZE": "x"}, "must be numbers"),
+        ({"RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK, MASTER_ADDR not set"),
+    ],
+)
+def test_variables_that_contradict_each_other_are_refused(environ: dict[str, str], message: str) -> None:
+    """B45: never several jobs of one rank."""
+    with pytest.raises(ValueError, match=message):
+        discover_ranks(dict(environ))
+
+
+def test_a_launcher_under_a_scheduler_is_right() -> None:
+    launched = {**BY_HAND, "RANK": "5", "WORLD_SIZE": "6", "LOCAL_RANK": "1", "LOCAL_SIZE": "2", "CROSS_RANK": "2"}
+    assert discover_ranks({**SLURM, **launched}) == Ranks(5, 6, 1, 2)
+    batch_script = {"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "CROSS_RANK": "0"}
+    assert discover_ranks({**batch_script, **BY_HAND}) == Ranks(0, 1, 0, 1)
+
+
+# ---- hosts --------------------------------------------------------------------------------------------------------
+
+
+def rank(number: int, **changes: Any) -> Facts:
+    """Rank `number`, alone on host h`number` at 10.0.0.`number`; the master is h0."""
+    facts = Facts(
+        rank=number,
+        world_size=2,
+        local_rank=0,
+        host=f"h{number}",
+        host_key=f"h{number}",
+        device="cpu",
+        interfaces={"lo": ["127.0.0.1"], "eth0": [f"10.0.0.{number}"], "docker0": ["172.17.0.1"]},
+        towards_master=f"10.0.0.{number}",
+        master=["10.0.0.0"],
+        gloo_interface=None,
+        versions={"torch": "2.13.0+cpu", "files of megatron_acco": "aa"},
+        shared_memory_total=64 << 20,
+        shared_memory_free=64 << 20,
+    )
+    return replace(facts, **changes)
+
+
+def two(address: str = "h0", first: dict[str, Any] | None = None, **second: Any) -> Verdict:
+    return judge([rank(0, **(first or {})), rank(1, **second)], address)
+
+
+def test_every_rank_speaks_from_the_address_that_leads_to_the_master() -> None:
+    verdict = two()
+    assert not verdict.problems and not verdict.warnings
+    assert verdict.speaks == [["eth0", "10.0.0.0"], ["eth0", "10.0.0.1"]]
+    assert verdict.hosts == ["h0 (rank 0): 10.0.0.0 on eth0", "h1 (rank 1): 10.0.0.1 on eth0"]
+
+
+def test_a_host_whose_own_name_is_loopback_speaks_from_the_address_that_the_others_use() -> None:
+    """B41."""
+    loopback = {"towards_master": "127.0.0.1", "master": ["127.0.1.1"]}
+    assert two(first=loopback).speaks[0] == ["eth0", "10.0.0.0"]
+    everywhere = two("127.0.0.1", loopback, towards_master="127.0.0.1", master=["127.0.0.1"])
+    assert len(everywhere.problems) == 2 and "h1 reaches the master at 127.0.0.1 only" in everywhere.problems[1]
+    assert "docker0 (172.17.0.1)" in everywhere.problems[1] and "set GLOO_SOCKET_IFNAME" in everywhere.problems[1]
+
+
+@pytest.mark.parametrize(
+    ("second", "problem"),
+    [
+        ({"gloo_interface": "eth9"}, r"GLOO_SOCKET_IFNAME=eth9 on h1, whose interfaces are lo.*eth0 \(10.0.0.1\)"),
+        ({"gloo_interface": "lo"}, "lo on h1 is the loopback interface, which no other host reaches"),
+        ({"world_size": 3}, "WORLD_SIZE differs: 2 on h0; 3 on h1"),
+        ({"device": "cuda"}, "the accelerator differs: cpu on h0; cuda on h1"),
+        ({"versions": {"torch": "2.12.0", "files of megatron_acco": "aa"}}, r"torch differs: 2.13.0\+cpu on h0; 2.12"),
+        ({"versions": {"torch": "2.13.0+cpu", "files of megatron_acco": "bb"}}, "bring the checkout to the same"),
+    ],
+)
+def test_hosts_that_do_not_fit_together_are_refused(second: dict[str, Any], problem: str) -> None:
+    verdict = two(**second)
+    assert len(verdict.problems) == 1
+    with pytest.raises(AssertionError, match=problem):
+        raise AssertionError(verdict.problems[0])
+
+
+def test_another_build_and_little_shared_memory_are_warnings() -> None:
+    """B47."""
+    verdict = two(versions={"torch": "2.13.0+cu130", "files of megatron_acco": "aa"})
+    assert not verdict.problems and "torch differs" in verdict.warnings[0]
+    one_host = judge([rank(0), rank(1, host="h0", host_key="h0", local_rank=1)], "127.0.0.1")
+    assert not one_host.problems and one_host.speaks == [["", ""], ["", ""]]
+    assert "/dev/shm on h0 has 64 MiB free, and 2 ranks may want 132 MiB" in one_host.warnings[0]
+    assert one_host.hosts == ["h0 (ranks 0-1): alone, no interface needed"]
+
+
+# ---- megatron-acco launch -----------------------------------------------------------------------------------------
+
+
+def test_variables_are_sent_and_secrets_are_not() -> None:
+    environ = {
+        "GLOO_SOCKET_IFNAME": "eth0",
+        "HF_HOME": "/hf",
+        "HF_TOKEN": "s",
+        "WANDB_API_KEY": "s",
+        "HOME": "/",
+        "DS_": "",
+    }
+    assert select(environ) == (["GLOO_SOCKET_IFNAME", "HF_HOME"], ["HF_TOKEN", "WANDB_API_KEY"])
+    assert "TOKENIZERS_PARALLELISM" in select({"TOKENIZERS_PARALLELISM": "1"})[0]
+
+
+def test_ssh_options_and_the_environment_file(tmp_path: Path) -> None:
+    """B40."""
+    assert ssh_port("-o X=y -p 2222") == ssh_port("-p2222") == "2222" and ssh_port("-v") is None
+    path = tmp_path / ".deepspeed_env"
+    path.write_text("A=b\n\nC=d\n")
+    with pytest.raises(ValueError, match=r"deepspeed_env, line 2: '' is not NAME=VALUE"):
+        check_environment_file(path)
