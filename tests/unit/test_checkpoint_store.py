@@ -6,12 +6,14 @@ retention, leftovers of killed saves, and checkpoints of earlier releases.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import json
 import os
 import shutil
 import subprocess
+import tempfile
 from collections import OrderedDict
 from collections.abc import Iterator
 from pathlib import Path
@@ -33,7 +35,7 @@ from megatron_acco.training.checkpoint import (
 )
 from megatron_acco.training.loop import last_iteration
 
-JOB = "0123"
+JOB, NOBODY = "0123", 65534
 IDENTITY = Identity(
     model={"hidden_size": 32},
     schedule={"lr": 0.1},
@@ -129,6 +131,26 @@ def test_leftovers_of_killed_saves_are_removed_and_a_half_replaced_checkpoint_co
     assert {p.name for p in tmp_path.glob(".*")} == {".lock"}
 
 
+def test_links_to_checkpoints_elsewhere_stand_in_nobodys_way(tmp_path: Path) -> None:
+    """Somebody has moved checkpoints to a larger disk and left links."""
+    save, elsewhere = tmp_path / "save", tmp_path / "elsewhere"
+    for step in (2, 4, 6):
+        put(save, step)
+    elsewhere.mkdir()
+    for step in (2, 4):
+        (save / f"global_step{step}").rename(elsewhere / f"global_step{step}")
+        (save / f"global_step{step}").symlink_to(elsewhere / f"global_step{step}")
+    assert store.delete_older(save, 1, "global_step6", JOB) == []
+    put(save, 4)  # takes the place of the link
+    shutil.rmtree(elsewhere / "global_step2")
+    put(save, 2)  # and of one that leads to nothing
+    assert {path.name for path in save.iterdir() if path.is_dir()} == {"global_step2", "global_step4", "global_step6"}
+    assert (elsewhere / "global_step4" / MODEL).is_file()
+    assert [path.name for path in save.iterdir() if path.is_symlink()] == ["global_step2.before.1"]
+    (save / ".deleting-global_step3-89ab").symlink_to(elsewhere)  # of a release that took links for folders
+    assert store.remove_leftovers(save) == [".deleting-global_step3-89ab"] and elsewhere.is_dir()
+
+
 def test_retention_deletes_the_oldest_saves_and_only_those_that_were_made_here(tmp_path: Path) -> None:
     for step in (20, 2, 4, 6):  # 20: of a course that was given up
         put(tmp_path, step)
@@ -155,6 +177,14 @@ def truncate(path: Path) -> None:
     os.truncate(path, path.stat().st_size // 2)
 
 
+def rewrite(manifest: Path) -> None:
+    """As a release would whose `Identity` has one field more."""
+    content = json.loads(manifest.read_text())
+    files = [store.FileRecord(name, f["size"], int(f["crc32"], 16)) for name, f in content["files"].items()]
+    manifest.unlink()
+    store.write_manifest(manifest.parent, content["iteration"], {**content["identity"], "later": 1}, files)
+
+
 FAULTS = {
     "missing shard": (lambda folder: (folder / shard(1)).unlink(), "no file"),
     "truncated shard": (lambda folder: truncate(folder / shard(1)), "bytes instead of"),
@@ -168,6 +198,8 @@ FAULTS = {
         ),
         "its checksum is wrong",
     ),
+    "manifest of a program unknown": (lambda folder: (folder / store.MANIFEST).write_text("[]"), "cannot be read"),
+    "manifest of another release": (lambda folder: rewrite(folder / store.MANIFEST), "is of another release"),
     "missing folder": (shutil.rmtree, "no such folder"),
 }
 
@@ -190,7 +222,7 @@ def test_a_damaged_checkpoint_is_named_and_the_newest_whole_one_taken(tmp_path: 
     assert "no other whole checkpoint" in refusal(tmp_path, reader=reader)
 
 
-@pytest.mark.parametrize("content", [None, "", "global_step", "../global_step4", "global_step9"])
+@pytest.mark.parametrize("content", [None, "", "global_step", "../global_step4", "global_step9", "x" * 300])
 def test_a_latest_that_names_nothing_is_told_and_the_newest_whole_one_taken(
     tmp_path: Path, content: str | None
 ) -> None:
@@ -203,6 +235,42 @@ def test_a_latest_that_names_nothing_is_told_and_the_newest_whole_one_taken(
     tag, warnings = chosen(tmp_path)
     assert tag == "global_step4" and "latest" in warnings[0]
     assert "latest" in refusal(tmp_path, load_strict=True)
+
+
+def test_what_may_not_be_read_is_named_and_no_crash(tmp_path: Path) -> None:
+    """Root may read everything, so this becomes another user for a moment, in a folder of that user's."""
+    folder = Path(tempfile.mkdtemp())
+    try:
+        for step in (2, 4):
+            put(folder, step)
+        for path in [folder, *folder.rglob("*")] if os.geteuid() == 0 else []:
+            os.chown(path, NOBODY, NOBODY)
+        with as_nobody():
+            (folder / "global_step4").chmod(0)
+            tag, warnings = chosen(folder)
+            assert tag == "global_step2" and "global_step4" in warnings[0] and "Permission denied" in warnings[0]
+            # Another rank sees that checkpoint; this one must answer, for the others wait.
+            result = search(folder)
+            assert result is not None and "Permission denied" in str(result.require("global_step4"))
+            folder.chmod(0)
+            assert f"--load {folder}: " in (text := refusal(folder)) and "Permission denied" in text
+    finally:
+        folder.chmod(0o700)
+        (folder / "global_step4").chmod(0o700)
+        shutil.rmtree(folder)
+    assert "File name too long" in refusal(tmp_path / ("x" * 300))
+
+
+@contextlib.contextmanager
+def as_nobody() -> Iterator[None]:
+    if os.geteuid() != 0:
+        yield
+        return
+    os.seteuid(NOBODY)
+    try:
+        yield
+    finally:
+        os.seteuid(0)
 
 
 def test_latest_set_back_by_the_user_is_obeyed_and_its_elders_come_first(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ import re
 import socket
 import time
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -99,11 +100,11 @@ def find_checkpoint(
         return None
     reader = reader or Reader()
     search = Search(options, mine, override_schedule, reader)
-    if search.is_empty():
-        return None
     try:
+        if search.is_empty():
+            return None
         search.found = search.choose()
-    except Damaged as error:
+    except (Damaged, OSError) as error:
         where = f"rank {reader.rank} on {socket.gethostname()}: " if reader.world_size > 1 else ""
         raise ValueError(f"--load {search.folder}: {where}{error}") from error
     return search
@@ -190,6 +191,8 @@ class Search:
                 self._faults[tag] = None
             except Damaged as error:
                 self._faults[tag] = f"{tag} is not whole: {error}"
+            except OSError as error:  # a folder that may not be entered
+                self._faults[tag] = f"{tag} cannot be read: {error}"
         return self._faults[tag]
 
     def candidates(self, tag: str) -> list[str]:
@@ -211,12 +214,13 @@ class Search:
         latest = self._latest()
         try:
             tag = latest.read_text().strip()
+            # A name with a folder in it would lead out of this one.
+            named = bool(tag) and Path(tag).name == tag and (self.folder / tag).is_dir()
         except FileNotFoundError:
             return "", f"there are checkpoints, but no file {latest}"
         except (OSError, ValueError) as error:
             return "", f"{latest} cannot be read: {error}"
-        # A name with a folder in it would lead out of this one.
-        if not tag or Path(tag).name != tag or not (self.folder / tag).is_dir():
+        if not named:
             return tag, f"{latest} names {tag!r}, but there is no such folder"
         return tag, None
 
@@ -230,7 +234,7 @@ class Search:
         if not (folder / store.MANIFEST).is_file() and (folder / store.MODEL_FILE).is_file():
             return _check_without_manifest(folder, self.universal)
         manifest = store.read_manifest(folder)
-        saved = Identity(**manifest.identity)
+        saved = _identity(manifest.identity, folder)
         store.check_sizes(folder, manifest.files.values())
         self._check_mine(manifest, saved)
         started = time.perf_counter()
@@ -265,11 +269,9 @@ class Search:
 
     def require(self, tag: str) -> str | None:
         """As `fault`, for a checkpoint that another rank sees, and never raises."""
-        if not (self.folder / tag).is_dir():
-            return f"no folder {self.folder / tag}"
         try:
-            return self.fault(tag)
-        except ValueError as error:
+            return self.fault(tag) if (self.folder / tag).is_dir() else f"no folder {self.folder / tag}"
+        except (OSError, ValueError) as error:
             return str(error)
 
 
@@ -335,6 +337,13 @@ def _as_json(identity: Identity) -> Identity:
     return Identity(**json.loads(json.dumps(dataclasses.asdict(identity), default=str)))
 
 
+def _identity(fields: Mapping[str, Any], folder: Path) -> Identity:
+    try:
+        return Identity(**fields)
+    except TypeError as error:
+        raise Damaged(f"{folder} is of another release: {error}") from error
+
+
 def _numbers(match: re.Match[str]) -> tuple[int, int]:
     first, *rest = (int(group) for group in match.groups())
     return first, (rest[0] if rest else 0)
@@ -353,7 +362,7 @@ def _check_without_manifest(folder: Path, universal: bool) -> Identity:
     header = content.get(CLIENT_STATE)
     if header is None:
         raise ValueError(f"--load {folder.parent}: {folder.name} was not written by pretrain_gpt_acco.py")
-    saved = _as_json(Identity(**header["identity"]))
+    saved = _as_json(_identity(header["identity"], folder))
     converted = (folder / "zero").is_dir()
     if "format" in header and not converted:
         raise Damaged(f"no file {folder / store.MANIFEST}")

@@ -108,7 +108,7 @@ def publish(save: Path, staging: Path, tag: str, job: str) -> None:
     """Give a finished checkpoint its name. What had that name is replaced; without a manifest it is set aside."""
     target, before = save / tag, save / f"{_REPLACED}{tag}-{job}"
     sync_folder(staging)
-    if target.exists():
+    if os.path.lexists(target):
         if not (target / MANIFEST).is_file():
             before = _free_name(save / f"{tag}.before")
         os.rename(target, before)
@@ -118,7 +118,7 @@ def publish(save: Path, staging: Path, tag: str, job: str) -> None:
     sync_folder(save)
     staging.rmdir()
     if before.name.startswith(_REPLACED):
-        shutil.rmtree(before, ignore_errors=True)
+        _remove(before, ignore_errors=True)
 
 
 def stage_latest(save: Path, tag: str, job: str) -> Path:
@@ -153,10 +153,7 @@ def remove_leftovers(save: Path) -> list[str]:
                 continue
         elif not name.startswith((_SAVING, _DELETING, _LATEST, _RANK)):
             continue
-        if path.is_dir():
-            shutil.rmtree(path)
-        else:
-            path.unlink(missing_ok=True)
+        _remove(path)
         if not name.startswith(_RANK):
             gone.append(name)
     return gone
@@ -165,13 +162,16 @@ def remove_leftovers(save: Path) -> list[str]:
 def delete_older(save: Path, keep: int, newest: str, job: str) -> list[str]:
     """Delete all but the `keep` checkpoints saved last; `newest` stays whatever the clocks say.
 
-    Only folders with a manifest count and are deleted, by a rename first: a half deleted one is no checkpoint.
+    Only folders with a manifest count and are deleted, by a rename first: a half deleted one is no checkpoint. A link
+    that leads to a checkpoint elsewhere is none of them.
 
     Returns:
         The deleted tags.
     """
     found = []
     for tag in list_tags(save):
+        if (save / tag).is_symlink():
+            continue
         try:
             found.append(read_manifest(save / tag))
         except Damaged:
@@ -210,7 +210,7 @@ def read_manifest(folder: Path) -> Manifest:
         checksum = content.pop("crc32")
     except FileNotFoundError as error:
         raise Damaged(f"no file {path}") from error
-    except (OSError, ValueError, KeyError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise Damaged(f"{path} cannot be read: {error}") from error
     if content.get("format") != FORMAT:
         raise Damaged(f"{path} has format {content.get('format')}, this release reads {FORMAT}")
@@ -316,6 +316,14 @@ def _write(path: Path, content: bytes) -> None:
 
 def _own_checksum(content: Mapping[str, Any]) -> str:
     return f"{zlib.crc32(json.dumps(content, sort_keys=True).encode()):08x}"
+
+
+def _remove(path: Path, ignore_errors: bool = False) -> None:
+    """Remove a folder, a file or a link, never what a link leads to."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=ignore_errors)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _free_name(path: Path) -> Path:
