@@ -114,7 +114,9 @@ class IterationRecord:
 class MetricsFile:
     """metrics.jsonl: one JSON object per line, written by one rank.
 
-    `kind` is train, validation, test or validation_set (one of several, whose mean is validation).
+    `kind` is train, validation, test or validation_set (one of several, whose mean is validation). Records that cannot
+    be written, on a full disk for example, wait in memory for the next: training goes on, and it is the save that ends
+    it if there is no room for one.
     """
 
     def __init__(self, path: Path, resumed_iteration: int | None) -> None:
@@ -131,12 +133,22 @@ class MetricsFile:
                 os.replace(path, _free_name(path))
             else:
                 _drop_records_after(path, resumed_iteration)
-        self._file = open(path, "a", buffering=1)  # noqa: SIM115 (open for the whole run)
+        self._file = open(path, "ab", buffering=0)  # noqa: SIM115 (open for the whole run)
+        self._unwritten = b""
+        self._failing = False
 
     def append(self, kind: str, values: Mapping[str, Any]) -> None:
         """Write one record. Numbers that are not finite become null, which JSON can say."""
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        self._file.write(json.dumps({"kind": kind, **finite}) + "\n")
+        self._unwritten += json.dumps({"kind": kind, **finite}).encode() + b"\n"
+        try:
+            while self._unwritten:  # a full disk may take a part
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+            self._failing = False
+        except OSError as error:
+            if not self._failing:
+                print(f" WARNING: {self._file.name} cannot be written, its records wait in memory: {error}", flush=True)
+            self._failing = True
 
     def close(self) -> None:
         """Close the file."""

@@ -58,10 +58,13 @@ class RoundProfile:
         if dist.get_rank() != 0:
             return None
         spans = [span for part in ranks for span in part]
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        timeline.write_trace(spans, self.path)
         try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            timeline.write_trace(spans, self.path)
             timeline.draw(spans, self.path.with_suffix(".png"))
+        except OSError as error:  # a full disk is no reason to lose the training since the last save
+            print(f" WARNING: the profile of the rounds cannot be written to {self.path}: {error}", flush=True)
+            return None
         except ModuleNotFoundError:
             print(" NOTICE: no picture of the rounds without matplotlib: pip install 'megatron-acco[plot]'", flush=True)
         return self.path

@@ -28,6 +28,7 @@ from megatron_acco.training.checkpoint import (
     Checkpointer,
     Identity,
     Reader,
+    SaveError,
     Search,
     TrainState,
     agree,
@@ -213,6 +214,9 @@ def _open_metrics(arguments: Arguments, state: TrainState, resumed: bool) -> Met
     path = arguments.logging.metrics_path(arguments.checkpoint.save)
     if path is None or dist.get_rank() != 0:
         return None
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.with_name("arguments.json").write_text(json.dumps(arguments.as_dict(), indent=2) + "\n")
-    return MetricsFile(path, state.iteration if resumed else None)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.with_name("arguments.json").write_text(json.dumps(arguments.as_dict(), indent=2) + "\n")
+        return MetricsFile(path, state.iteration if resumed else None)
+    except OSError as error:
+        raise SaveError(f"cannot write {path} and arguments.json beside it: {error}") from error

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import resource
 import signal
 import time
 from collections.abc import Iterator
@@ -46,6 +47,24 @@ def test_a_fresh_run_keeps_the_metrics_of_the_one_before(tmp_path: Path) -> None
         file.append("train", {"iteration": iteration})
         file.close()
     assert [lines(tmp_path / f"metrics.jsonl{end}")[0]["iteration"] for end in ("", ".1", ".2")] == [3, 1, 2]
+
+
+def test_a_disk_that_takes_no_more_delays_records_and_ends_nothing(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = MetricsFile(tmp_path / "m", None)
+    file.append("train", {"iteration": 1})
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, ((tmp_path / "m").stat().st_size + 7, limits[1]))
+    try:
+        for iteration in (2, 3):
+            file.append("train", {"iteration": iteration})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert capsys.readouterr().out.count("m cannot be written, its records wait in memory: [Errno 27]") == 1
+    file.append("train", {"iteration": 4})
+    file.close()
+    assert [record["iteration"] for record in lines(tmp_path / "m")] == [1, 2, 3, 4]
 
 
 def test_numbers_that_json_lacks_become_null(tmp_path: Path) -> None:
