@@ -26,6 +26,7 @@ from megatron_acco.training.batches import (
 )
 from megatron_acco.training.checkpoint import (
     Checkpointer,
+    Found,
     Identity,
     Reader,
     SaveError,
@@ -142,7 +143,7 @@ def build_run(plan: Plan, ranks: Ranks) -> Run:
         model_parameters=parameter_groups(model),
         lr_scheduler=plan.schedule.build,
         mpu=environment.Mpu(),
-        config=dict(arguments.deepspeed),
+        config=_engine_config(arguments, found),
         dist_init_required=False,
     )
     if not isinstance(engine, megatron_acco.AccoEngine):
@@ -160,6 +161,14 @@ def build_run(plan: Plan, ranks: Ranks) -> Run:
     if found is not None:
         checkpointer.restore_generators()
     return run
+
+
+def _engine_config(arguments: Arguments, found: Found | None) -> dict[str, Any]:
+    """The JSON; what is loaded, and not the JSON alone, says whether DeepSpeed must expect the universal form."""
+    config = dict(arguments.deepspeed)
+    if found is not None and not found.universal and config.get("checkpoint", {}).get("load_universal"):
+        config["checkpoint"] = {**config["checkpoint"], "load_universal": False}
+    return config
 
 
 def _length(arguments: Arguments) -> int | None:

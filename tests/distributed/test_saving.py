@@ -31,6 +31,9 @@ class FilesOnly:
         self.node_local = node_local
         self.weights = torch.zeros(1000)
 
+    def _copy_recovery_script(self, save_path: str) -> None:
+        (Path(save_path) / "zero_to_fp32.py").write_text("script")
+
     def use_node_local_storage(self) -> bool:
         return self.node_local
 
@@ -43,7 +46,7 @@ class FilesOnly:
             )
         self.checkpoint_engine.save({"step": self.weights}, str(folder / SHARD.format(rank)))
         if rank == 0:
-            (Path(save_dir) / "zero_to_fp32.py").write_text("script")
+            self._copy_recovery_script(save_dir)
         dist.barrier()
 
 
@@ -139,6 +142,39 @@ def test_a_full_disk_on_one_rank_fails_the_save_on_all_and_touches_nothing(
         assert "rank 1: " in message and "No space left on device" in message and "rank 0: " not in message
         assert latest == "global_step3"
     assert names(tmp_path) == {"latest", "global_step3", "zero_to_fp32.py"}
+
+
+def fail_in_the_scripts(save: str) -> str:
+    """Rank 0 has room for the files of a checkpoint of the real engine, but not for DeepSpeed's scripts."""
+    import resource
+
+    from megatron_acco.training.checkpoint import Checkpointer, CheckpointOptions, SaveError
+    from tests.distributed.training import Net, client_optimizer, engine_for, json_config, parameter_groups
+
+    model = Net()
+    optimizer = client_optimizer("torch_adamw", parameter_groups(model))
+    with engine_for(model, json_config("acco"), optimizer) as (engine, _):
+        own = Checkpointer(engine, CheckpointOptions(save=save), identity(), dist.group.WORLD)
+        own.start_save(state(3))
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        largest = max(path.stat().st_size for path in (Path(save) / "global_step3").iterdir())
+        assert largest < (Path(save) / "zero_to_fp32.py").stat().st_size
+        if dist.get_rank() == 0:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (largest, limits[1]))
+        try:
+            own.start_save(state(4))
+        except SaveError as error:
+            return str(error)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    return ""
+
+
+def test_a_disk_that_fills_with_the_scripts_is_one_message_too(ranks: Any, tmp_path: Path) -> None:
+    for message in ranks(2).run(fail_in_the_scripts, str(tmp_path)):
+        assert "iteration 4 could not be saved" in message and "rank 0: [Errno 27]" in message, message
+        assert "rank 1: " not in message
+    assert names(tmp_path) == {"latest", "global_step3", "zero_to_fp32.py", "zero_to_torch.py"}
 
 
 # ---- beside training ----------------------------------------------------------------------------------------------

@@ -379,6 +379,29 @@ def test_a_checkpoint_of_an_earlier_release_is_found_and_checked(tmp_path: Path)
     assert "was not written by pretrain_gpt_acco.py" in refusal(tmp_path)
 
 
+def test_the_same_command_goes_on_from_what_was_saved_after_the_universal_form_was_loaded(tmp_path: Path) -> None:
+    put(tmp_path, 20)
+    converted = tmp_path / "global_step20_universal"
+    (converted / "zero").mkdir(parents=True)
+    header = {"megatron_acco": {"identity": dataclasses.asdict(IDENTITY)}, "global_steps": 20}
+    torch.save(header, converted / MODEL)
+    (tmp_path / "latest_universal").write_text(converted.name)
+    universal = {"deepspeed": {"train_batch_size": 8, "checkpoint": {"load_universal": True}}}
+    identity = dataclasses.replace(IDENTITY, arguments=universal)
+
+    def found() -> tuple[str, bool]:
+        result = search(tmp_path, identity=identity)
+        assert result is not None and result.found is not None
+        return result.found.tag, result.found.universal
+
+    assert found() == (converted.name, True) and chosen(tmp_path)[0] == "global_step20"
+    put(tmp_path, 25)
+    put(tmp_path, 30)
+    assert found() == ("global_step30", False)
+    truncate(tmp_path / "global_step30" / MODEL)
+    assert found() == ("global_step25", False)
+
+
 @pytest.mark.parametrize(
     "given",
     [{"save_retain": 0, "save": "x"}, {"save_retain": 2}, {"async_save": True}, {"load_strict": True}],

@@ -102,6 +102,9 @@ class Checkpointer:
         self._writer = CheckpointWriter(self.engine._config)
         # DeepSpeed's own place for an engine that writes its files.
         self.engine.checkpoint_engine = self._writer
+        # DeepSpeed copies its scripts on rank 0, while the others are on the way to a barrier.
+        copy_scripts = self.engine._copy_recovery_script
+        self.engine._copy_recovery_script = lambda folder: self._writer.attempt(copy_scripts, folder)
 
     def _clean_up(self) -> None:
         token = store.token_of(self.folder, self._job, dist.get_rank())

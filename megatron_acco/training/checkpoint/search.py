@@ -26,6 +26,7 @@ from megatron_acco.training.checkpoint.store import Damaged, FileRecord, Manifes
 
 _SHARD = re.compile(r"(?:bf16_)?zero_pp_rank_(\d+)_mp_rank_(\d+)_optim_states\.pt")
 _MODEL = re.compile(r"mp_rank_(\d+)_model_states\.pt")
+_LATEST, _CONVERTED = "latest", "latest_universal"  # the second is written by DeepSpeed's ds_to_universal
 # What other programs leave in their checkpoint folders.
 _FOREIGN = ("latest_checkpointed_iteration.txt", "iter_*", "global_step*", "checkpoint-*", "*.pt", "*.safetensors")
 
@@ -45,6 +46,7 @@ class Found:
         warnings: the same, of damage.
         checked_bytes: bytes whose checksum this rank has compared.
         checked_seconds: how long that took.
+        universal: whether it has DeepSpeed's universal form.
     """
 
     folder: Path
@@ -53,6 +55,7 @@ class Found:
     warnings: tuple[str, ...] = ()
     checked_bytes: int = 0
     checked_seconds: float = 0.0
+    universal: bool = False
 
 
 @dataclass(frozen=True)
@@ -125,6 +128,7 @@ class Search:
         self.found: Found | None = None
         self._faults: dict[str, str | None] = {}
         self._identities: dict[str, Identity] = {}
+        self._iterations: dict[str, int] = {}
         self._bytes, self._seconds = 0, 0.0
 
     # ---- by this rank -----------------------------------------------------------------------------------------------
@@ -135,13 +139,14 @@ class Search:
         Raises:
             ValueError: if there is no checkpoint to load, or something that is none of ours.
         """
-        if self._latest().exists() or store.list_tags(self.folder):
+        latest = self.folder / _LATEST
+        if latest.exists() or (self.folder / _CONVERTED).exists() or store.list_tags(self.folder):
             return False
         if self.folder.exists() and not self.folder.is_dir():
             raise ValueError(f"--load {self.folder} is not a folder")
         save = self.options.save
         if save is None or self.folder.resolve() != Path(save).resolve():
-            raise ValueError(f"--load {self.folder}: no checkpoint there (no file {self._latest()})")
+            raise ValueError(f"--load {self.folder}: no checkpoint there (no file {latest})")
         foreign = sorted(path.name for pattern in _FOREIGN for path in self.folder.glob(pattern))
         if foreign:
             raise ValueError(
@@ -187,7 +192,7 @@ class Search:
         """
         if tag not in self._faults:
             try:
-                self._identities[tag] = self._check(tag)
+                self._identities[tag], self._iterations[tag] = self._check(tag)
                 self._faults[tag] = None
             except Damaged as error:
                 self._faults[tag] = f"{tag} is not whole: {error}"
@@ -205,13 +210,25 @@ class Search:
             return others
         return sorted(others, key=lambda other: store.step_of(other) > store.step_of(tag))
 
-    def _latest(self) -> Path:
-        universal = self.folder / "latest_universal"  # where DeepSpeed's ds_to_universal notes its result
-        return universal if self.universal and universal.exists() else self.folder / "latest"
-
     def _named(self) -> tuple[str, str | None]:
-        """What `latest` names, and what is wrong with that."""
-        latest = self._latest()
+        """What `latest` names, and what is wrong with that.
+
+        Where the JSON loads the universal form, it is what the converter made, until this run has saved later updates:
+        the same command goes on from those.
+        """
+        plain = self._named_by(self.folder / _LATEST)
+        if not self.universal or not (self.folder / _CONVERTED).exists():
+            return plain
+        converted = self._named_by(self.folder / _CONVERTED)
+        return plain if store.step_of(plain[0]) > self._iteration(*converted) else converted
+
+    def _iteration(self, tag: str, fault: str | None) -> int:
+        try:
+            return -1 if fault is not None or self.fault(tag) is not None else self._iterations[tag]
+        except ValueError:  # another program's
+            return -1
+
+    def _named_by(self, latest: Path) -> tuple[str, str | None]:
         try:
             tag = latest.read_text().strip()
             # A name with a folder in it would lead out of this one.
@@ -227,9 +244,10 @@ class Search:
     def _accept(self, tag: str, warnings: tuple[str, ...]) -> Found:
         where = f"{self.folder}/{tag}"
         notices = compare(self._identities[tag], self.mine, where, self.override_schedule)
-        return Found(self.folder, tag, notices, warnings, self._bytes, self._seconds)
+        universal = (self.folder / tag / "zero").is_dir()
+        return Found(self.folder, tag, notices, warnings, self._bytes, self._seconds, universal)
 
-    def _check(self, tag: str) -> Identity:
+    def _check(self, tag: str) -> tuple[Identity, int]:
         folder = self.folder / tag
         if not (folder / store.MANIFEST).is_file() and (folder / store.MODEL_FILE).is_file():
             return _check_without_manifest(folder, self.universal)
@@ -240,7 +258,7 @@ class Search:
         started = time.perf_counter()
         self._bytes += store.check_checksums(folder, self._to_compare(manifest, saved))
         self._seconds += time.perf_counter() - started
-        return saved
+        return saved, manifest.iteration
 
     def _check_mine(self, manifest: Manifest, saved: Identity) -> None:
         """Ranks without a common file system have parts of the checkpoint each: is what this rank reads here?"""
@@ -352,7 +370,7 @@ def _numbers(match: re.Match[str]) -> tuple[int, int]:
 # ---- checkpoints of earlier releases, and converted ones ------------------------------------------------------------
 
 
-def _check_without_manifest(folder: Path, universal: bool) -> Identity:
+def _check_without_manifest(folder: Path, universal: bool) -> tuple[Identity, int]:
     """Presence of every file, and the identity from the model file, which has to be unpickled for it."""
     model_file = folder / store.MODEL_FILE
     try:
@@ -377,7 +395,7 @@ def _check_without_manifest(folder: Path, universal: bool) -> Identity:
             raise Damaged(f"it has no weights{of_part}")
         for rank in range(0 if converted else saved.ranks):
             _check_shard(folder, rank, part, of_part)
-    return saved
+    return saved, int(content.get("global_steps", -1))
 
 
 def _check_shard(folder: Path, rank: int, part: int, of_part: str) -> None:

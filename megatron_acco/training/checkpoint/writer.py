@@ -63,6 +63,15 @@ class CheckpointWriter(TorchCheckpointEngine):
         else:
             self._write(state_dict, Path(path), self._written)
 
+    def attempt(self, step: Callable[..., None], *args: Any) -> None:
+        """What else is written on the way, under the same rule."""
+        if self._written.error is not None:
+            return
+        try:
+            step(*args)
+        except OSError as error:
+            self._written.error = str(error)
+
     def done(self) -> bool:
         """Whether this rank's files are on the disk, or have failed."""
         return all(future.done() for future in self._futures)
