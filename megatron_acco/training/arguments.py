@@ -38,7 +38,7 @@ class TrainingOptions:
     eval_interval: int = option(1000, "Updates between evaluations; 0: at the end only.")
     eval_iters: int = option(100, "Size of the validation set in global batches; 0: no evaluation.")
     exit_interval: int | None = option(None, "Save and exit at the first multiple of this many updates.")
-    exit_duration_in_mins: float | None = option(None, "Save and exit after this many minutes.")
+    exit_duration_in_mins: float | None = option(None, "Save and exit after this many minutes, set-up included.")
 
     def __post_init__(self) -> None:
         if (self.train_iters is None) == (self.train_samples is None):

@@ -58,7 +58,9 @@ class StopVote:
 
     def __init__(self, control: dist.ProcessGroup, duration_in_mins: float | None) -> None:
         self.control = control
-        self.deadline = None if duration_in_mins is None else time.monotonic() + 60.0 * duration_in_mins
+        # From the start of the program, as Megatron counts: a job's time limit knows no set-up either.
+        running = time.time() - psutil.Process().create_time()
+        self.deadline = None if duration_in_mins is None else time.monotonic() - running + 60.0 * duration_in_mins
         self.signalled = False
         self.interrupts = 0
         self._launcher = _launcher_chain()

@@ -151,7 +151,7 @@ def build_run(plan: Plan, ranks: Ranks) -> Run:
     checkpointer = Checkpointer(engine, arguments.checkpoint, plan.identity, control)
     with liveness.doing("loading a checkpoint"):
         state = TrainState() if found is None else checkpointer.load(found)
-    metrics = _open_metrics(arguments, state, resumed=found is not None)
+    metrics = _open_metrics(arguments, state, resumed=found is not None, control=control)
     log = TrainingLog(
         engine, arguments.logging, metrics, control, _length(arguments), arguments.training.seq_length, state
     )
@@ -219,13 +219,22 @@ def _loaders(plan: Plan, state: TrainState) -> tuple[Any, Any, Any]:
     return train, {n: loader for n, loader in validation.items() if loader is not None}, evaluation(plan.datasets.test)
 
 
-def _open_metrics(arguments: Arguments, state: TrainState, resumed: bool) -> MetricsFile | None:
+def _open_metrics(
+    arguments: Arguments, state: TrainState, resumed: bool, control: dist.ProcessGroup
+) -> MetricsFile | None:
+    """metrics.jsonl on rank 0, None on the others. Collective; if it cannot be written, SaveError on all ranks."""
     path = arguments.logging.metrics_path(arguments.checkpoint.save)
-    if path is None or dist.get_rank() != 0:
+    if path is None:
         return None
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.with_name("arguments.json").write_text(json.dumps(arguments.as_dict(), indent=2) + "\n")
-        return MetricsFile(path, state.iteration if resumed else None)
-    except OSError as error:
-        raise SaveError(f"cannot write {path} and arguments.json beside it: {error}") from error
+    metrics, problem = None, [""]
+    if dist.get_rank() == 0:
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.with_name("arguments.json").write_text(json.dumps(arguments.as_dict(), indent=2) + "\n")
+            metrics = MetricsFile(path, state.iteration if resumed else None)
+        except OSError as error:
+            problem = [f"cannot write {path} and arguments.json beside it: {error}"]
+    dist.broadcast_object_list(problem, src=0, group=control)
+    if problem[0]:
+        raise SaveError(problem[0])
+    return metrics

@@ -13,6 +13,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch.distributed as dist
 
@@ -145,6 +146,14 @@ def test_time_that_is_up_stops(control: dist.ProcessGroup) -> None:
         Stop.DURATION,
         Stop.DURATION,
     )
+
+
+def test_the_time_counts_from_the_start_of_the_program(control: dist.ProcessGroup) -> None:
+    running = (time.time() - psutil.Process().create_time()) / 60.0
+    for minutes, stop in ((0.5 * running, Stop.DURATION), (running + 10.0, Stop.NO)):
+        vote = StopVote(control, minutes)
+        vote.exchange()
+        assert vote.finish().stop is stop
 
 
 def test_two_jobs_cannot_write_to_one_folder(tmp_path: Path) -> None:
