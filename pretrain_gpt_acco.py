@@ -10,9 +10,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import sys
 import warnings
+
+import psutil
+
+_SHELLS = {"sh", "bash", "dash", "zsh", "ksh", "fish", "csh", "tcsh"}
+
+
+def find_launcher() -> list[int]:
+    """Process ids of the launcher that has started this process and, of DeepSpeed's, of the command behind it.
+
+    A shell is no launcher: what was started in the background outlives it.
+    """
+    with contextlib.suppress(psutil.Error):
+        parents = psutil.Process().parents()[:2]
+        if parents and "deepspeed.launcher.launch" in parents[0].cmdline():
+            return [process.pid for process in parents]
+        if parents and parents[0].name() not in _SHELLS:
+            return [parents[0].pid]
+    return []
+
+
+# Before the imports that take seconds: a launcher that dies meanwhile must be missed.
+launcher = find_launcher()
 
 # Before the imports that say it once per rank; the log is for the run.
 logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
@@ -22,4 +45,4 @@ warnings.filterwarnings("ignore", category=FutureWarning, module=r"torch\.distri
 from megatron_acco.training.main import main  # noqa: E402
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(launcher=launcher))

@@ -6,7 +6,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from enum import IntEnum
 from typing import Any, NamedTuple
 
@@ -56,14 +56,23 @@ class StopVote:
     the same result at the same update.
     """
 
-    def __init__(self, control: dist.ProcessGroup, duration_in_mins: float | None) -> None:
+    def __init__(
+        self, control: dist.ProcessGroup, duration_in_mins: float | None, launcher: Sequence[int] = ()
+    ) -> None:
+        """Begin.
+
+        Args:
+            control: the group.
+            duration_in_mins: stop when the program has run for as long; None: never for that reason.
+            launcher: process ids of this process's parent and of its parent, as far as their end ends the run.
+        """
         self.control = control
         # From the start of the program, as Megatron counts: a job's time limit knows no set-up either.
         running = time.time() - psutil.Process().create_time()
         self.deadline = None if duration_in_mins is None else time.monotonic() - running + 60.0 * duration_in_mins
         self.signalled = False
         self.interrupts = 0
-        self._launcher = _launcher_chain()
+        self._launcher = tuple(launcher)
         self._vote: torch.Tensor | None = None
         self._about: int | None = None
         self._work: Any = None
@@ -93,7 +102,7 @@ class StopVote:
         return verdict
 
     def _mine(self) -> Stop:
-        if not self.signalled and _launcher_chain() != self._launcher:
+        if not self.signalled and _parents(len(self._launcher)) != self._launcher:
             # DeepSpeed's single-node command dies of SIGTERM without passing it on: nobody is left to stop us.
             os.write(2, b"the launcher is gone: finishing the update, then saving and leaving\n")
             self.signalled = True
@@ -126,10 +135,6 @@ class StopVote:
                 signal.signal(number, handler)
 
 
-def _launcher_chain() -> tuple[int, int]:
-    """Process ids of the node's launcher, which is this process's parent, and of the command that started it."""
-    parent = os.getppid()
-    try:
-        return parent, psutil.Process(parent).ppid()
-    except psutil.Error:
-        return parent, 0
+def _parents(count: int) -> tuple[int, ...]:
+    """Process ids of this process's parent, and of its parent."""
+    return tuple(process.pid for process in psutil.Process().parents()[:count])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,15 +68,19 @@ class Run:
         self.state.micro_batches_by_rank = [position for _, position in sorted(set(places))]
 
 
-def train(run: Run) -> Stop:
+def train(run: Run, launcher: Sequence[int] = ()) -> Stop:
     """Train to the end of the run or to the first reason to stop. Collective over all ranks.
+
+    Args:
+        run: the run.
+        launcher: see `StopVote`.
 
     Returns:
         Why training stopped; `Stop.NO` at its end, at the end of the data and at --exit-interval.
     """
     training, state = run.arguments.training, run.state
     liveness.describe(lambda: _progress(run))
-    vote = StopVote(run.control, training.exit_duration_in_mins)
+    vote = StopVote(run.control, training.exit_duration_in_mins, launcher)
     batches = iter(run.train)
     stop = Stop.NO
     first, evaluated = state.iteration, state.iteration

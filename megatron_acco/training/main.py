@@ -18,8 +18,12 @@ from megatron_acco.training.loop import Run, train
 from megatron_acco.training.setup import Plan, build_run, make_plan
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None, launcher: Sequence[int] = ()) -> int:
     """Train as the command line says.
+
+    Args:
+        argv: the command line.
+        launcher: see `StopVote`; found by the script before its imports, which take seconds.
 
     Returns:
         The exit code, see `megatron_acco.training.environment`.
@@ -35,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         run = build_run(plan, ranks)
         if ranks.rank == 0:
             report_start(plan, run, threads)
-        stop = train(run)
+        stop = train(run, launcher)
         dist.barrier(group=run.control)
         dist.destroy_process_group()
     except (Refused, HostsRefused) as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -69,7 +70,7 @@ class CheckpointEngine(DeepSpeedEngine):
         universal = self.load_universal_checkpoint()
         header = shards.on_all_ranks(lambda: self._read_header(load_dir, tag))
         if universal:
-            shards.on_all_ranks(lambda: self._check_universal(header["module"]))
+            shards.on_all_ranks(lambda: self._check_universal(load_dir, tag, header["module"]))
         elif kwargs.get("load_optimizer_states", True) and not kwargs.get("load_module_only", False):
             self._shard = self._read_shard(load_dir, tag, header["dp_world_size"])
         self.optimizer.abandon()
@@ -135,7 +136,8 @@ class CheckpointEngine(DeepSpeedEngine):
         finally:
             self.loaded_checkpoint_dp_world_size = saved
 
-    def _check_universal(self, saved: Mapping[str, torch.Tensor]) -> None:
+    def _check_universal(self, load_dir: str, tag: str, saved: Mapping[str, torch.Tensor]) -> None:
+        shards.check_universal(Path(load_dir) / tag / "zero", shards.layout_of(self.optimizer))
         for name, tensor in self._untrained().items():
             if name in saved and saved[name].shape != tensor.shape:
                 raise ValueError(

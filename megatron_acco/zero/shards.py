@@ -34,6 +34,7 @@ __all__ = [
     "OPTIMIZER_STATE_DICT",
     "Partition",
     "Piece",
+    "check_universal",
     "cut",
     "existing_files",
     "fits",
@@ -46,6 +47,7 @@ Shard = Mapping[str, Any]
 # ACCO's own part of a shard. Other versions than this one are never looked into.
 EXTRAS_KEY, EXTRAS_VERSION = "acco", 1
 _FP32 = "fp32 weights"
+_GLOBAL_STATE = "optimizer_state.pt"
 
 
 @dataclass(frozen=True)
@@ -150,6 +152,34 @@ def existing_files(candidates: Sequence[Sequence[str]]) -> list[str]:
             f"are missing ({', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''})"
         )
     return list(chosen)
+
+
+def check_universal(folder: Path, layout: Sequence[Partition]) -> None:
+    """Refuse a universal form that lacks what this rank reads of it: DeepSpeed loads what there is, and no more.
+
+    Args:
+        folder: that holds a folder for every parameter.
+        layout: this rank's partitions.
+
+    Raises:
+        ValueError: naming the files that are missing, or one that is damaged.
+    """
+    missing = [] if (folder / _GLOBAL_STATE).is_file() else [_GLOBAL_STATE]
+    for part in layout:
+        names = [name for name, size in part.sizes.items() if size]  # there is nothing of an empty one
+        there = {name: {path.name for path in (folder / name).glob("*.pt")} for name in names}
+        # The parameters of a group have the same state.
+        wanted = {"fp32.pt"}.union(*there.values())
+        missing += [f"{name}/{file}" for name, files in there.items() for file in sorted(wanted - files)]
+    if missing:
+        raise ValueError(
+            f"the universal checkpoint {folder.parent} lacks {len(missing)} files of this model "
+            f"({', '.join(missing[:8])}{', ...' if len(missing) > 8 else ''})"
+        )
+    for part in layout:
+        for name in part.pieces:
+            for path in sorted((folder / name).glob("*.pt")):
+                load(str(path), mapped=True)
 
 
 def fits(shard: Shard, layout: Sequence[Partition]) -> bool:

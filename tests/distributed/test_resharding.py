@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import logging
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -428,6 +429,35 @@ def test_B33_damaged_or_foreign_checkpoints_are_refused_whole(
     message = messages.pop()
     assert message and all(word in message for word in words), message
     undisturbed = ranks(after).run(without_a_try, case)
+    assert same(by_name([end for _, _, end in results])[0], by_name(undisturbed)[0])
+
+
+def lose_a_moment(parameter: Path) -> None:
+    (parameter / "exp_avg.pt").unlink()
+
+
+def cut_off_a_moment(parameter: Path) -> None:
+    os.truncate(parameter / "exp_avg.pt", 200)
+
+
+UNIVERSAL_DAMAGES = {
+    shutil.rmtree: ["lacks ", " of this model", "/fp32.pt"],
+    lose_a_moment: ["lacks 1 files", "/exp_avg.pt)"],
+    cut_off_a_moment: ["/exp_avg.pt is damaged"],
+}
+
+
+def test_B34_a_damaged_universal_form_is_refused_whole(ranks, universal, tmp_path) -> None:
+    case, folder = CASES["57 elements"], universal[0]
+    for damage, words in UNIVERSAL_DAMAGES.items():
+        copy = tmp_path / damage.__name__
+        shutil.copytree(f"{folder}/57 elements", copy)
+        damage(min(path for path in (copy / "saved" / "zero").iterdir() if path.is_dir()))
+        results = ranks(2).run(load_and_go_on, case, str(copy), **UNIVERSAL)
+        messages = {message for message, _, _ in results}
+        assert len(messages) == 1, messages
+        assert all(word in next(iter(messages)) for word in words), messages
+    undisturbed = ranks(2).run(without_a_try, case)
     assert same(by_name([end for _, _, end in results])[0], by_name(undisturbed)[0])
 
 

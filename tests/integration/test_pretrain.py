@@ -293,17 +293,26 @@ def test_sigterm_saves_at_an_update_boundary_and_the_run_goes_on_from_there(
 
 
 @pytest.mark.slow
-def test_sigterm_to_the_deepspeed_command_saves_and_leaves_no_orphan(data: Path, tmp_path: Path, jobs: Any) -> None:
+@pytest.mark.parametrize("starting", [True, False], ids=["while the ranks start", "in training"])
+def test_sigterm_to_the_deepspeed_command_saves_and_leaves_no_orphan(
+    data: Path, tmp_path: Path, jobs: Any, starting: bool
+) -> None:
     """The single-node command dies of SIGTERM without passing it on."""
     save = tmp_path / "run"
     job = jobs(command(data, write_json(tmp_path, "acco"), "--save", str(save), "--train-iters", "5000"))
-    job.wait_for("iteration        3/")
+    limit = time.monotonic() + TIME_LIMIT
+    while starting and not (save / ".lock").exists():  # taken before the ranks meet
+        assert job.process.poll() is None and time.monotonic() < limit
+        time.sleep(0.05)
+    if not starting:
+        job.wait_for("iteration        3/")
     ranks = job.ranks()
     job.process.terminate()
     _, alive = psutil.wait_procs(ranks, timeout=60)
     assert not alive
     iteration = int((save / "latest").read_text().removeprefix("global_step"))
-    assert iteration >= 3 and len(records(save)) == iteration
+    assert iteration >= (1 if starting else 3) and len(records(save)) == iteration
+    assert "the launcher is gone" in job.log.read_text()
 
 
 def with_fault(words: list[str], kind: str, rank: int, iteration: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:

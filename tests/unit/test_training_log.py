@@ -9,6 +9,8 @@ import json
 import os
 import resource
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -127,6 +129,23 @@ def test_a_verdict_says_which_checkpoint_its_votes_were_about(control: dist.Proc
     assert vote.exchange(Saving.WRITTEN, 5) == Verdict(Stop.NO, Saving.WRITING, 5)
     assert vote.exchange(Saving.FAILED, 6) == Verdict(Stop.NO, Saving.WRITTEN, 5)
     assert vote.finish() == Verdict(Stop.NO, Saving.FAILED, 6)
+
+
+def test_a_launcher_that_died_before_training_began_is_missed(control: dist.ProcessGroup) -> None:
+    alive = [process.pid for process in psutil.Process().parents()[:2]]
+    gone = subprocess.Popen(["true"])
+    gone.wait()
+    for launcher, stop in (((), Stop.NO), (alive, Stop.NO), ([gone.pid, *alive[1:]], Stop.SIGNAL)):
+        vote = StopVote(control, None, launcher)
+        vote.exchange()
+        assert vote.finish().stop is stop
+
+
+def test_a_shell_is_no_launcher() -> None:
+    code = "import sys; sys.argv = ['']; import runpy; print(runpy.run_path('pretrain_gpt_acco.py')['find_launcher']())"
+    script = f'"{sys.executable}" -c "{code}"; true'
+    root = Path(__file__).parents[2]
+    assert subprocess.run(["sh", "-c", script], cwd=root, capture_output=True, text=True).stdout == "[]\n"
 
 
 def test_a_second_interrupt_stops_at_once(control: dist.ProcessGroup) -> None:
