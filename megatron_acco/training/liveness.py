@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 INTERVAL_SECONDS = 2.0
 STORE_SECONDS = 10.0
+ANSWER_SECONDS = 10.0
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Liveness:
         self._number = 0
         self._doing: str | None = None
         self._failure: tuple[str, float] | None = None
+        self._keeper: Sign | None = None  # of rank 0, for the time when it cannot be asked any more
         self._lock = threading.Lock()
         threading.Thread(target=self._beat, name="acco-liveness", daemon=True).start()
 
@@ -78,6 +80,19 @@ class Liveness:
             Lines for the log: who failed first, and what every rank that gives no sign of life was doing last.
         """
         self._failure = (failure, time.time())
+        # A store whose process is stopped takes questions and never answers, whatever its time limit.
+        lines: list[str] = []
+        asking = threading.Thread(target=lambda: lines.extend(self._ask()), name="acco-report", daemon=True)
+        asking.start()
+        asking.join(2.0 * INTERVAL_SECONDS + ANSWER_SECONDS)
+        if not asking.is_alive():
+            return lines
+        if self._keeper is None:
+            return ["rank 0, which keeps the signs of life, does not answer"]
+        self._end(self._keeper)
+        return [f"rank 0 on {self._keeper.host}, which keeps the signs of life, does not answer"]
+
+    def _ask(self) -> list[str]:
         try:
             self._write()
             before = self._read()
@@ -129,6 +144,8 @@ class Liveness:
             doing = self._doing or self.describe()
             sign = Sign(self._number, socket.gethostname(), os.getpid(), doing, failure, failed_at)
             self._store.set(str(self._rank), json.dumps(asdict(sign)))
+            if self._keeper is None and self._store.check(["0"]):
+                self._keeper = Sign(**json.loads(self._store.get("0")))
 
     def _read(self) -> dict[int, Sign]:
         with self._lock:

@@ -1,0 +1,52 @@
+"""Signs of life when the rank that keeps them is stopped (CASES B43)."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from datetime import timedelta
+
+import pytest
+import torch.distributed as dist
+
+from megatron_acco.training import liveness
+from megatron_acco.training.liveness import Liveness
+
+
+def store(port: int, is_master: bool) -> dist.TCPStore:
+    return dist.TCPStore("127.0.0.1", port, is_master=is_master, timeout=timedelta(seconds=10), wait_for_workers=False)
+
+
+def test_a_report_ends_in_time_if_rank_0_is_stopped_and_ends_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(liveness, "INTERVAL_SECONDS", 0.1)
+    monkeypatch.setattr(liveness, "ANSWER_SECONDS", 1.0)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    keeper = os.fork()
+    if keeper == 0:  # rank 0, whose process answers for the store
+        try:
+            Liveness(store(port, is_master=True), 0, 2)
+            time.sleep(60.0)
+        finally:
+            os._exit(0)
+    try:
+        own = Liveness(store(port, is_master=False), 1, 2)
+        limit = time.monotonic() + 30.0
+        while own._keeper is None:
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+        os.kill(keeper, signal.SIGSTOP)
+        started = time.monotonic()
+        assert own.report("a peer is gone") == [
+            f"rank 0 on {socket.gethostname()}, which keeps the signs of life, does not answer"
+        ]
+        assert time.monotonic() - started < 10.0
+        assert os.waitpid(keeper, 0)[1] == signal.SIGKILL
+        keeper = 0
+    finally:
+        if keeper:
+            os.kill(keeper, signal.SIGKILL)
+            os.waitpid(keeper, 0)
