@@ -77,8 +77,12 @@ def report_start(plan: Plan, run: Run, threads: str) -> None:
             print(f" NOTICE: {notice}")
     elif arguments.checkpoint.load is not None:
         print(f" NOTICE: no checkpoint in {arguments.checkpoint.load} yet; training starts fresh")
-    elif arguments.checkpoint.save is not None and (Path(arguments.checkpoint.save) / "latest").is_file():
-        print(f" NOTICE: {arguments.checkpoint.save} holds the checkpoint of a run before; the first save replaces it")
+    save = arguments.checkpoint.save
+    if save is not None and (Path(save) / "latest").is_file():
+        if found is None:
+            print(f" NOTICE: {save} holds the checkpoint of a run before; the first save replaces it")
+        elif found.folder.resolve() != Path(save).resolve():
+            print(f" NOTICE: {save} holds checkpoints, too; give it to --load to continue from those")
     for notice in run.checkpointer.take_notices():
         print(f" NOTICE: {notice}")
     if arguments.adaptive:
