@@ -13,7 +13,7 @@ import torch.distributed as dist
 from deepspeed.runtime.checkpoint_engine import TorchCheckpointEngine
 
 from megatron_acco.training.checkpoint import store
-from megatron_acco.training.checkpoint.search import Found
+from megatron_acco.training.checkpoint.search import Found, Refused
 from megatron_acco.training.checkpoint.state import (
     CLIENT_STATE,
     CheckpointOptions,
@@ -240,8 +240,14 @@ class Checkpointer:
         """Load everything but the random generators; `restore_generators` comes after all that draws from them.
 
         The ranks have agreed on `found` (`megatron_acco.training.checkpoint.search.agree`). Collective.
+
+        Raises:
+            Refused: if files turn out to be missing or damaged, where no manifest could say so before.
         """
-        path, client_state = self.engine.load_checkpoint(str(found.folder), tag=found.tag)
+        try:
+            path, client_state = self.engine.load_checkpoint(str(found.folder), tag=found.tag)
+        except ValueError as error:
+            raise Refused(f"--load {found.folder}: {error}") from error
         if path is None:
             raise RuntimeError(f"DeepSpeed could not load {found.folder / found.tag}")
         # The optimizer's state brings the rates of the save; with another schedule they would stand for one update.
