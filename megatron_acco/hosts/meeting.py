@@ -131,6 +131,7 @@ def _missing(store: dist.Store, world_size: int, timeout: timedelta, place: str)
     arrived = "; ".join(f"{host}: {ranks}" for host, ranks in present.items())
     return (
         f"rank 0 of {world_size} could not meet the others at {place} within {timeout.total_seconds() / 60.0:g} "
-        f"minutes: ranks {absent} did not arrive (there are {arrived}); look at their output, and whether {place} can "
-        f"be reached from their hosts (megatron-acco doctor)"
+        f"minutes (--distributed-timeout-minutes): ranks {absent} did not arrive (there are {arrived}); they are still "
+        f"preparing their data, did not start or have ended (look at their output), or {place} cannot be reached from "
+        f"their hosts (megatron-acco doctor)"
     )

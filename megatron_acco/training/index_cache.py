@@ -9,6 +9,7 @@ import json
 import os
 import pickle
 import shutil
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -73,7 +74,11 @@ def _locked(path: Path) -> Iterator[None]:
     with open(path, "a") as handle:
         # A file system without locks costs a repeated build only: publishing is atomic.
         with contextlib.suppress(OSError):
-            fcntl.flock(handle, fcntl.LOCK_EX)
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                print(f"waiting for the process that builds the sample index {path.stem}", file=sys.stderr, flush=True)
+                fcntl.flock(handle, fcntl.LOCK_EX)
         yield
 
 

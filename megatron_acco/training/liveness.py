@@ -23,6 +23,7 @@ import torch.distributed as dist
 INTERVAL_SECONDS = 2.0
 STORE_SECONDS = 10.0
 ANSWER_SECONDS = 10.0
+_MOST_LINES = 8
 
 
 @dataclass(frozen=True)
@@ -67,6 +68,7 @@ class Liveness:
     def doing(self, what: str) -> Iterator[None]:
         """While inside, the rank is doing `what`; a failure leaves it standing for the report."""
         before, self._doing = self._doing, what
+        self.sign()
         yield
         self._doing = before
 
@@ -77,7 +79,8 @@ class Liveness:
             failure: one line.
 
         Returns:
-            Lines for the log: who failed first, and what every rank that gives no sign of life was doing last.
+            Lines for the log: who failed first and what the others were doing then; or what every rank that gives no
+            sign of life was doing last.
         """
         self._failure = (failure, time.time())
         # A store whose process is stopped takes questions and never answers, whatever its time limit.
@@ -116,6 +119,12 @@ class Liveness:
         if failed and not silent:
             _, rank, sign = min(failed, key=lambda item: item[:2])
             lines.append(f"the first to fail: rank {rank} on {sign.host}, while {sign.doing}: {sign.failure}")
+            # A time limit strikes the rank that waits. Those that it waited for are at something else.
+            lines += [
+                f"meanwhile rank {other} on {theirs.host}: {theirs.doing}"
+                for other, theirs in before.items()
+                if theirs.failure is None and theirs.doing != sign.doing
+            ][:_MOST_LINES]
         return lines
 
     @staticmethod

@@ -1,4 +1,4 @@
-"""A failure on one rank ends all ranks, in time, and names itself (CASES B43, B24)."""
+"""A failure on one rank ends all ranks, in time, and names itself (CASES B43, B24, B46)."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ LIMIT_SECONDS = 9.0
 GRACE_SECONDS = 30.0
 
 
-def faulty(words: list[str], fault: str, rank: int, call: int) -> list[str]:
+def faulty(words: list[str], fault: str, rank: int, call: int, limit_seconds: float = LIMIT_SECONDS) -> list[str]:
     """The launch with faulty_run.py in the place of pretrain_gpt_acco.py."""
     script = str(Path(__file__).with_name("faulty_run.py"))
     place = words.index("pretrain_gpt_acco.py")
-    limit = ["--distributed-timeout-minutes", str(LIMIT_SECONDS / 60.0), "--train-iters", "5000"]
+    limit = ["--distributed-timeout-minutes", str(limit_seconds / 60.0), "--train-iters", "5000"]
     return [*words[:place], script, fault, str(rank), str(call), *words[place + 1 :], *limit]
 
 
@@ -98,3 +98,26 @@ def test_a_rank_that_is_gone_is_named_and_ends_the_job_in_time(
     code, log, took = end_of(jobs(faulty(command(data, write_json(tmp_path, mode)), fault, rank, 24)))
     assert code != 0 and took < seconds
     assert re.search(named, log)
+
+
+@pytest.mark.slow
+def test_a_rank_that_is_slow_to_set_up_meets_one_limit_and_is_named_with_its_stage(
+    data: Path,  # noqa: F811
+    tmp_path: Path,
+    jobs: Any,  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """B46, scaled down: 2 of 5 seconds late at the meeting is early enough; then rank 0 does not get on at all."""
+    monkeypatch.setenv("MEGATRON_ACCO_FOLDER", str(tmp_path))
+    words = command(data, write_json(tmp_path, "acco"), "--save", str(tmp_path / "run"))
+    job = jobs(faulty(words, "slow", 0, 2, limit_seconds=5.0))
+    job.wait_for("groups with the limits")
+    ranks, started = job.ranks(), time.monotonic()
+    assert job.end() != 0 and time.monotonic() - started < 5.0 + GRACE_SECONDS
+    _, alive = psutil.wait_procs(ranks, timeout=5)
+    assert not alive
+    log = job.log.read_text()
+    (limits,) = re.findall(r"(\d+) groups with the limits (\{.*\})", log)
+    assert int(limits[0]) > 4 and limits[1] == "{5.0}"
+    assert re.search(r"\[rank 1\] the first to fail: rank 1 on \S+, while opening the --save folder: .*5000ms", log)
+    assert re.search(r"\[rank 1\] meanwhile rank 0 on \S+: building the engine", log)
