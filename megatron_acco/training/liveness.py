@@ -102,7 +102,11 @@ class Liveness:
             time.sleep(2.0 * INTERVAL_SECONDS)
             after = self._read()
         except Exception:
-            return ["rank 0, which keeps the signs of life, cannot be reached: it is gone, or its host is"]
+            doing = self._doing or self.describe()
+            return [
+                f"rank 0, which keeps the signs of life, cannot be reached: it is gone, its host is, or the way to it; "
+                f"rank {self._rank} was {doing}"
+            ]
         return self._judge(before, after)
 
     def _judge(self, before: dict[int, Sign], after: dict[int, Sign]) -> list[str]:

@@ -25,6 +25,7 @@ from megatron_acco.training.batches import (
     build_loader,
 )
 from megatron_acco.training.checkpoint import (
+    PADDED_VOCABULARY,
     Checkpointer,
     Found,
     Identity,
@@ -104,7 +105,7 @@ def make_plan(argv: Sequence[str] | None, ranks: Ranks) -> Plan:
     )
     padded = arguments.model.padded_vocab_size(tokenizer.vocab_size, tensor_parallel_size)
     identity = Identity(
-        model={**dataclasses.asdict(arguments.model), "padded_vocab_size": padded},
+        model={**dataclasses.asdict(arguments.model), PADDED_VOCABULARY: padded},
         schedule=describe_schedule(schedule),
         order={
             "seq_length": training.seq_length,
@@ -137,18 +138,21 @@ def build_run(plan: Plan, ranks: Ranks) -> Run:
         _agree(plan, control)
         found = agree(plan.search, arguments.checkpoint.load_strict, control)
     environment.seed_everything(arguments.training.seed)
-    model = build_model(arguments.model, plan.padded_vocab_size, arguments.dtype, arguments.sequence_parallel)
-    engine, _, _, _ = megatron_acco.initialize(
-        model=model,
-        model_parameters=parameter_groups(model),
-        lr_scheduler=plan.schedule.build,
-        mpu=environment.Mpu(),
-        config=_engine_config(arguments, found),
-        dist_init_required=False,
-    )
-    if not isinstance(engine, megatron_acco.AccoEngine):
-        sum_partial_gradients_in_backward(model, parallel_state.get_tensor_model_parallel_group())
-    checkpointer = Checkpointer(engine, arguments.checkpoint, plan.identity, control)
+    with liveness.doing("building the model"):
+        model = build_model(arguments.model, plan.padded_vocab_size, arguments.dtype, arguments.sequence_parallel)
+    with liveness.doing("building the engine"):
+        engine, _, _, _ = megatron_acco.initialize(
+            model=model,
+            model_parameters=parameter_groups(model),
+            lr_scheduler=plan.schedule.build,
+            mpu=environment.Mpu(),
+            config=engine_config(arguments.deepspeed, found),
+            dist_init_required=False,
+        )
+        if not isinstance(engine, megatron_acco.AccoEngine):
+            sum_partial_gradients_in_backward(model, parallel_state.get_tensor_model_parallel_group())
+    with liveness.doing("opening the --save folder"):
+        checkpointer = Checkpointer(engine, arguments.checkpoint, plan.identity, control)
     with liveness.doing("loading a checkpoint"):
         state = TrainState() if found is None else checkpointer.load(found)
     metrics = _open_metrics(arguments, state, resumed=found is not None, control=control)
@@ -163,12 +167,15 @@ def build_run(plan: Plan, ranks: Ranks) -> Run:
     return run
 
 
-def _engine_config(arguments: Arguments, found: Found | None) -> dict[str, Any]:
-    """The JSON; what is loaded, and not the JSON alone, says whether DeepSpeed must expect the universal form."""
-    config = dict(arguments.deepspeed)
-    if found is not None and not found.universal and config.get("checkpoint", {}).get("load_universal"):
-        config["checkpoint"] = {**config["checkpoint"], "load_universal": False}
-    return config
+def engine_config(config: Mapping[str, Any], found: Found | None) -> dict[str, Any]:
+    """The JSON for the engine, which takes `load_universal` for the form that the checkpoint has.
+
+    Once a run that was resumed from the universal form has saved, its own checkpoint is the one to resume from, and
+    the JSON is the same.
+    """
+    if found is None or not config.get("checkpoint"):
+        return dict(config)
+    return {**config, "checkpoint": {**config["checkpoint"], "load_universal": found.universal}}
 
 
 def _length(arguments: Arguments) -> int | None:

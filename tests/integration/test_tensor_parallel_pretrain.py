@@ -1,7 +1,7 @@
 """pretrain_gpt_acco.py under the real launcher on four CPU ranks: two replicas of two tensor-parallel ranks each.
 
 Covers CASES B38 and B53 on TP2 (random generators of every rank, data by replica), B55 (batch counts replicas), and
-the resume with another tensor-parallel size.
+the resume with another tensor-parallel size, which is refused (the way that works: test_pretrain.py).
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def test_resume_on_two_replicas_of_two_ranks_is_bit_identical(
 
     alone = command(data, config, "--bf16", "--train-iters", "6", "--load", str(parts), ranks=1)
     message = refused_alone(capfd, monkeypatch, alone)
-    assert "was saved with --tensor-model-parallel-size 2, this run has 1" in message
+    assert "was saved with --tensor-model-parallel-size 2, this run has 1; convert it with `python -m" in message
     (parts / "global_step6" / "mp_rank_01_model_states.pt").unlink()
     assert "mp_rank_01_model_states.pt" in refused_alone(capfd, monkeypatch, [*alone, "--load-strict"])
     assert "cannot be shared out" in refused_alone(capfd, monkeypatch, [*alone, *TENSOR_PARALLEL])

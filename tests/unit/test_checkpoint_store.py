@@ -34,6 +34,7 @@ from megatron_acco.training.checkpoint import (
     writer,
 )
 from megatron_acco.training.loop import last_iteration
+from megatron_acco.training.setup import engine_config
 
 JOB, NOBODY = "0123", 65534
 IDENTITY = Identity(
@@ -350,7 +351,10 @@ def test_another_model_schedule_or_batch_is_refused_and_another_number_of_ranks_
 
     assert "of another model" in refusal(tmp_path, identity=other(model={"hidden_size": 64}))
     assert "learning-rate schedule" in refusal(tmp_path, identity=other(schedule={"lr": 0.2}))
-    assert "another tensor-parallel size" in refusal(tmp_path, identity=other(tensor_parallel=2))
+    message = refusal(tmp_path, identity=other(tensor_parallel=2))
+    assert "--tensor-model-parallel-size 1, this run has 2" in message
+    assert f"ds_to_universal --input_folder {tmp_path}/global_step2 --output_folder" in message
+    assert '"checkpoint": {"load_universal": true}' in message
     batch = {"deepspeed": {"train_batch_size": 16}}
     assert "--global-batch-size 8" in refusal(tmp_path, identity=other(ranks=4, arguments=batch))
     result = search(tmp_path, identity=other(ranks=4), reader=Reader(3, 4, 3))
@@ -374,7 +378,22 @@ def test_a_checkpoint_of_an_earlier_release_is_found_and_checked(tmp_path: Path)
     (folder / "zero").mkdir()
     assert "is a universal checkpoint" in refusal(tmp_path)
     universal = {"deepspeed": {"train_batch_size": 8, "checkpoint": {"load_universal": True}}}
-    assert chosen(tmp_path, identity=dataclasses.replace(IDENTITY, arguments=universal))[0] == "global_step7"
+    mine = dataclasses.replace(IDENTITY, arguments=universal)
+    assert chosen(tmp_path, identity=mine)[0] == "global_step7"
+    # The universal form is of any tensor-parallel size, the vocabulary is not.
+    mine = dataclasses.replace(mine, tensor_parallel=2)
+    result = search(tmp_path, identity=mine)
+    assert result is not None and result.found is not None and result.found.universal
+    assert any("--tensor-model-parallel-size 1, continued with 2" in notice for notice in result.found.notices)
+    section = universal["deepspeed"]
+    assert engine_config(section, result.found) == section
+    # A run that has saved since goes on from its own checkpoint with the same JSON.
+    own = dataclasses.replace(result.found, universal=False)
+    assert engine_config(section, own) == {**section, "checkpoint": {"load_universal": False}}
+    header["megatron_acco"]["identity"]["model"]["padded_vocab_size"] = 1024
+    torch.save(header, folder / MODEL)
+    mine = dataclasses.replace(mine, model={**IDENTITY.model, "padded_vocab_size": 1280})
+    assert "--make-vocab-size-divisible-by 512 pads" in refusal(tmp_path, identity=mine)
     torch.save({}, folder / MODEL)
     assert "was not written by pretrain_gpt_acco.py" in refusal(tmp_path)
 

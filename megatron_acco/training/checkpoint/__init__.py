@@ -12,6 +12,7 @@ from __future__ import annotations
 from megatron_acco.training.checkpoint.saving import Checkpointer, Saved, SaveError
 from megatron_acco.training.checkpoint.search import Found, Reader, Refused, Search, agree, find_checkpoint
 from megatron_acco.training.checkpoint.state import (
+    PADDED_VOCABULARY,
     CheckpointOptions,
     Identity,
     TrainState,
@@ -23,6 +24,7 @@ from megatron_acco.training.checkpoint.state import (
 from megatron_acco.training.checkpoint.store import lock_folder
 
 __all__ = [
+    "PADDED_VOCABULARY",
     "CheckpointOptions",
     "Checkpointer",
     "Found",

@@ -252,9 +252,12 @@ class Checkpointer:
             raise RuntimeError(f"DeepSpeed could not load {found.folder / found.tag}")
         # The optimizer's state brings the rates of the save; with another schedule they would stand for one update.
         self.engine.lr_scheduler.step(0)
-        generators = client_state[CLIENT_STATE]["generators"]
-        self._generators = generators[dist.get_rank()] if dist.get_rank() < len(generators) else None
-        state = TrainState(**client_state[CLIENT_STATE]["state"])
+        content = client_state[CLIENT_STATE]
+        generators, saved_parts = content["generators"], content["identity"].get("tensor_parallel", 1)
+        # On another tensor-parallel size a rank's number means another place in the model.
+        if saved_parts == self.identity.tensor_parallel and dist.get_rank() < len(generators):
+            self._generators = generators[dist.get_rank()]
+        state = TrainState(**content["state"])
         in_save_folder = self.options.save is not None and found.folder.resolve() == Path(self.options.save).resolve()
         if in_save_folder and found.tag == store.tag_of(state.iteration):
             self.saved_iteration = state.iteration

@@ -42,20 +42,20 @@ class Found:
     Attributes:
         folder: the --load folder.
         tag: name of the checkpoint in it.
+        universal: whether it is in DeepSpeed's universal form.
         notices: for the log, of what is not as the user may think.
         warnings: the same, of damage.
         checked_bytes: bytes whose checksum this rank has compared.
         checked_seconds: how long that took.
-        universal: whether it has DeepSpeed's universal form.
     """
 
     folder: Path
     tag: str
+    universal: bool = False
     notices: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()
     checked_bytes: int = 0
     checked_seconds: float = 0.0
-    universal: bool = False
 
 
 @dataclass(frozen=True)
@@ -243,9 +243,9 @@ class Search:
 
     def _accept(self, tag: str, warnings: tuple[str, ...]) -> Found:
         where = f"{self.folder}/{tag}"
-        notices = compare(self._identities[tag], self.mine, where, self.override_schedule)
-        universal = (self.folder / tag / "zero").is_dir()
-        return Found(self.folder, tag, notices, warnings, self._bytes, self._seconds, universal)
+        universal = store.is_universal(self.folder / tag)
+        notices = compare(self._identities[tag], self.mine, where, self.override_schedule, universal)
+        return Found(self.folder, tag, universal, notices, warnings, self._bytes, self._seconds)
 
     def _check(self, tag: str) -> tuple[Identity, int]:
         folder = self.folder / tag
@@ -381,7 +381,7 @@ def _check_without_manifest(folder: Path, universal: bool) -> tuple[Identity, in
     if header is None:
         raise ValueError(f"--load {folder.parent}: {folder.name} was not written by pretrain_gpt_acco.py")
     saved = _as_json(_identity(header["identity"], folder))
-    converted = (folder / "zero").is_dir()
+    converted = store.is_universal(folder)
     if "format" in header and not converted:
         raise Damaged(f"no file {folder / store.MANIFEST}")
     if converted and not universal:

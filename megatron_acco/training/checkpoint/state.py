@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 CLIENT_STATE = "megatron_acco"
 """Key of our part in DeepSpeed's model file."""
 
+PADDED_VOCABULARY = "padded_vocab_size"
+"""The one entry of a model's identity that depends on the tensor-parallel size."""
+
 # Changing these does not change which weights the model has.
 _FREE_MODEL_OPTIONS = frozenset(
     {
@@ -145,21 +148,42 @@ def describe_schedule(schedule: Schedule) -> dict[str, Any]:
     }
 
 
-def compare(saved: Identity, mine: Identity, where: str, override_schedule: bool) -> tuple[str, ...]:
+def compare(
+    saved: Identity, mine: Identity, where: str, override_schedule: bool, universal: bool = False
+) -> tuple[str, ...]:
     """Raise for differences that make the checkpoint useless; return a notice for those that are the user's choice.
+
+    Args:
+        saved: of the checkpoint.
+        mine: of this run.
+        where: the checkpoint, for the message.
+        override_schedule: take this run's schedule if it is another one.
+        universal: the checkpoint is in DeepSpeed's universal form, which is of any tensor-parallel size.
 
     Raises:
         ValueError: for another tensor-parallel size, model, learning-rate schedule, or, on another number of ranks,
             another global batch.
     """
-    if saved.tensor_parallel != mine.tensor_parallel:
+    resized = saved.tensor_parallel != mine.tensor_parallel
+    if resized and not universal:
         raise ValueError(
             f"--load {where} was saved with --tensor-model-parallel-size {saved.tensor_parallel}, this run has "
-            f"{mine.tensor_parallel}; resuming with another tensor-parallel size is not supported in this release"
+            f"{mine.tensor_parallel}; convert it with `python -m deepspeed.checkpoint.ds_to_universal --input_folder "
+            f"{where} --output_folder {where}_universal` and start again with "
+            f'"checkpoint": {{"load_universal": true}} in the DeepSpeed JSON'
         )
     different = _differences(saved.model, mine.model, _FREE_MODEL_OPTIONS)
     if different:
-        raise ValueError(f"--load {where} is of another model: {different}")
+        padding, rows = "", saved.model.get(PADDED_VOCABULARY)
+        if (
+            resized
+            and rows is not None
+            and rows != mine.model.get(PADDED_VOCABULARY)
+            and rows % mine.tensor_parallel == 0
+        ):
+            multiple = rows // mine.tensor_parallel
+            padding = f"; --make-vocab-size-divisible-by {multiple} pads the vocabulary as in the checkpoint"
+        raise ValueError(f"--load {where} is of another model: {different}{padding}")
     notices = []
     if saved.ranks != mine.ranks:
         before, now = _global_batch(saved), _global_batch(mine)
@@ -172,6 +196,11 @@ def compare(saved: Identity, mine: Identity, where: str, override_schedule: bool
         notices.append(
             f"saved by {saved.ranks} data-parallel ranks, continued on {mine.ranks}: the order of samples goes on, "
             f"but the ranks draw other dropout masks"
+        )
+    if resized:
+        notices.append(
+            f"saved with --tensor-model-parallel-size {saved.tensor_parallel}, continued with {mine.tensor_parallel}: "
+            f"the order of samples goes on, but dropout masks are drawn from fresh seeds"
         )
     different = _differences(saved.schedule, mine.schedule)
     if different and not override_schedule:

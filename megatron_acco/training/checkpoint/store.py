@@ -198,6 +198,11 @@ def list_tags(folder: Path) -> list[str]:
     return sorted(tags, key=lambda tag: (step_of(tag), tag), reverse=True)
 
 
+def is_universal(checkpoint: Path) -> bool:
+    """Whether a checkpoint's folder is in DeepSpeed's universal form."""
+    return (checkpoint / "zero").is_dir()
+
+
 def read_manifest(folder: Path) -> Manifest:
     """The manifest of a checkpoint.
 
