@@ -1,12 +1,16 @@
 """Data: order on resume, disjoint shares, bad ids, too few documents, missing files, the sample index cache.
 
-Covers CASES B48 (index cache), B53 (consumed samples on resume), B50 and B52 for the training side.
+Covers CASES B48 (index cache), B46 (waiting for its builder), B53 (consumed samples on resume), B50 and B52 for the
+training side.
 """
 
 from __future__ import annotations
 
+import fcntl
 import json
 import multiprocessing
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -338,6 +342,25 @@ def test_processes_that_share_a_cache_build_it_once_and_agree(corpus: str, tmp_p
         worker.join(timeout=60)
     assert all(result == results[0] for result in results)
     assert len([path for path in (tmp_path / "cache").iterdir() if path.is_dir()]) == 1
+
+
+def test_who_waits_for_the_builder_says_so(corpus: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """CASES B46."""
+    root = tmp_path / "shared"
+    key = build(options(corpus)).key
+    root.mkdir()
+    waiting = threading.Thread(target=build, args=(options(corpus, data_cache_path=str(root)),))
+    with open(root / f"{key}.lock", "a") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        waiting.start()
+        said, deadline = "", time.monotonic() + 60.0
+        while f"waiting for the process that builds the sample index {key}" not in said:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+            said += capfd.readouterr().err
+        assert not (root / key).exists()
+    waiting.join(60.0)
+    assert (root / key).is_dir()
 
 
 def test_a_killed_builder_leaves_nothing_that_is_taken_for_an_index(corpus: str, tmp_path: Path) -> None:
