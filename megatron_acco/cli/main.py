@@ -6,9 +6,19 @@ import argparse
 import sys
 from collections.abc import Sequence
 
-from megatron_acco.cli import generate, launch, plan, plot, prepare_corpus, preprocess_data
+from megatron_acco.cli import (
+    evaluate,
+    export,
+    generate,
+    import_model,
+    launch,
+    plan,
+    plot,
+    prepare_corpus,
+    preprocess_data,
+)
 
-SUBCOMMANDS = (launch, plan, preprocess_data, prepare_corpus, plot, generate)
+SUBCOMMANDS = (launch, plan, preprocess_data, prepare_corpus, plot, evaluate, generate, export, import_model)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -56,15 +56,16 @@ class SdpaCoreAttention(torch.nn.Module):
         Args:
             query: [sequence, batch, heads, head size].
             key, value: [sequence, batch, query groups, head size].
-            attention_mask: must be None or a causal mask (which the mask type already says).
+            attention_mask: True where a key is hidden, [batch or 1, 1, sequence, keys]; it says all there is to say, so
+                a causal one hides what comes later. None: what the mask type says.
 
         Returns:
             [sequence, batch, heads * head size], the query's dtype.
         """
         assert packed_seq_params is None and attention_bias is None, "packed sequences and attention bias"
-        causal = (attn_mask_type or self.attn_mask_type) is AttnMaskType.causal
+        causal = attention_mask is None and (attn_mask_type or self.attn_mask_type) is AttnMaskType.causal
         # Megatron masks mark what is hidden; SDPA masks mark what is seen.
-        seen = None if causal or attention_mask is None else ~attention_mask
+        seen = None if attention_mask is None else ~attention_mask
         dropout = self.dropout if self.training else 0.0
         with self._random_numbers(dropout):
             # [s, b, h, d] -> [b, h, s, d]

@@ -75,6 +75,8 @@ def report_start(plan: Plan, run: Run, threads: str) -> None:
             print(f" checksums of this rank's share, {size:.1f} MB, compared in {seconds:.2f} s")
         for notice in found.notices:
             print(f" NOTICE: {notice}")
+    elif plan.weights is not None:
+        print(f" weights of {plan.weights.folder} (iteration {plan.weights.iteration}); a new run begins with them")
     elif arguments.checkpoint.load is not None:
         print(f" NOTICE: no checkpoint in {arguments.checkpoint.load} yet; training starts fresh")
     save = arguments.checkpoint.save

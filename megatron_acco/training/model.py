@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -44,6 +46,7 @@ class ModelOptions:
     group_query_attention: bool = option(False, "Share keys and values between groups of heads.")
     num_query_groups: int | None = option(None, "Number of key/value heads with --group-query-attention.")
     swiglu: bool = option(False, "SwiGLU instead of GELU in the MLP.")
+    openai_gelu: bool = option(False, "GELU by OpenAI's tanh formula, as in GPT-2's published weights.")
     normalization: str = option("LayerNorm", "Normalization layer.", choices=("LayerNorm", "RMSNorm"))
     norm_epsilon: float = option(1e-5, "Epsilon of the normalization layers.")
     position_embedding_type: str = option(
@@ -93,6 +96,8 @@ class ModelOptions:
                 f"--hidden-size {self.hidden_size} is not a multiple of --num-attention-heads "
                 f"{self.num_attention_heads}"
             )
+        if self.swiglu and self.openai_gelu:
+            raise ValueError("--swiglu and --openai-gelu contradict each other; give one")
         if self.num_query_groups is not None and not self.group_query_attention:
             raise ValueError("--num-query-groups needs --group-query-attention")
         if self.num_attention_heads % self.query_groups:
@@ -249,7 +254,7 @@ def transformer_config(options: ModelOptions, dtype: torch.dtype, sequence_paral
         kv_channels=options.kv_channels,
         ffn_hidden_size=options.mlp_width,
         gated_linear_unit=options.swiglu,
-        activation_func=torch.nn.functional.silu if options.swiglu else torch.nn.functional.gelu,
+        activation_func=_activation(options),
         add_bias_linear=not options.disable_bias_linear,
         add_qkv_bias=options.add_qkv_bias,
         qk_layernorm=options.qk_layernorm,
@@ -272,6 +277,14 @@ def transformer_config(options: ModelOptions, dtype: torch.dtype, sequence_paral
         # The weight gradient is accumulated by the engine in its own buffers.
         gradient_accumulation_fusion=False,
     )
+
+
+def _activation(options: ModelOptions) -> Callable[[torch.Tensor], torch.Tensor]:
+    if options.swiglu:
+        return torch.nn.functional.silu
+    if options.openai_gelu:
+        return functools.partial(torch.nn.functional.gelu, approximate="tanh")
+    return torch.nn.functional.gelu
 
 
 def block_spec(options: ModelOptions) -> TransformerBlockSubmodules:

@@ -27,6 +27,7 @@ from megatron_acco.training.batches import (
 from megatron_acco.training.checkpoint import (
     PADDED_VOCABULARY,
     Checkpointer,
+    CheckpointOptions,
     Found,
     Identity,
     Reader,
@@ -39,6 +40,7 @@ from megatron_acco.training.checkpoint import (
     lock_folder,
     refuse_other_writers,
 )
+from megatron_acco.training.checkpoint.weights import Weights, check_weights, find_weights, load_weights
 from megatron_acco.training.data import Datasets, build_datasets
 from megatron_acco.training.environment import Ranks
 from megatron_acco.training.loop import Run
@@ -56,7 +58,8 @@ _FASTEST = 2
 class Plan:
     """A run whose arguments, JSON, data and checkpoint have been found good. Nothing is built yet.
 
-    `search` is this rank's search for a checkpoint, None if training starts fresh.
+    `search` is this rank's search for a checkpoint, None if there is none to resume from; `weights` are what a run that
+    does not resume begins with, None if they are drawn.
     """
 
     arguments: Arguments
@@ -66,6 +69,7 @@ class Plan:
     datasets: Datasets
     identity: Identity
     search: Search | None
+    weights: Weights | None
     folder_lock: Any
 
 
@@ -117,14 +121,29 @@ def make_plan(argv: Sequence[str] | None, ranks: Ranks) -> Plan:
         ranks=dp_world_size,
         tensor_parallel=tensor_parallel_size,
         arguments=arguments.as_dict(),
+        vocab_size=tokenizer.vocab_size,
     )
     refuse_other_writers(arguments.checkpoint, arguments.deepspeed)
     reader = Reader(ranks.rank, ranks.world_size, ranks.local_rank)
     override = arguments.optimizer.override_opt_param_scheduler
-    search = find_checkpoint(arguments.checkpoint, identity, override, reader)
+    search = None
+    if not arguments.checkpoint.finetune:
+        search = find_checkpoint(arguments.checkpoint, identity, override, reader)
+    weights = None if search is not None else _first_weights(arguments.checkpoint, identity, reader)
     save = arguments.checkpoint.save
     lock = lock_folder(Path(save)) if save is not None and ranks.rank == 0 else None
-    return Plan(arguments, schedule, tokenizer.vocab_size, padded, datasets, identity, search, lock)
+    return Plan(arguments, schedule, tokenizer.vocab_size, padded, datasets, identity, search, weights, lock)
+
+
+def _first_weights(options: CheckpointOptions, identity: Identity, reader: Reader) -> Weights | None:
+    """The weights that a run begins with, checked; one rank per host compares their checksums."""
+    if options.weights_from is None:
+        return None
+    flag = "--load" if options.finetune else "--pretrained-checkpoint"
+    weights = find_weights(Path(options.weights_from), flag, checksums=reader.local_rank == 0)
+    assert identity.vocab_size is not None
+    check_weights(weights, identity.model, identity.vocab_size, flag)
+    return weights
 
 
 def build_run(plan: Plan, ranks: Ranks) -> Run:
@@ -140,6 +159,15 @@ def build_run(plan: Plan, ranks: Ranks) -> Run:
     environment.seed_everything(arguments.training.seed)
     with liveness.doing("building the model"):
         model = build_model(arguments.model, plan.padded_vocab_size, arguments.dtype, arguments.sequence_parallel)
+        if found is None and plan.weights is not None:
+            # Before the engine is built, which takes its master weights from the model.
+            load_weights(
+                model,
+                plan.weights,
+                plan.padded_vocab_size,
+                parallel_state.get_tensor_model_parallel_rank(),
+                parallel_state.get_tensor_model_parallel_world_size(),
+            )
     with liveness.doing("building the engine"):
         engine, _, _, _ = megatron_acco.initialize(
             model=model,

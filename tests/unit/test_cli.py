@@ -1,18 +1,13 @@
-"""The console command: arguments, exit codes, loss curves and plot, text from a checkpoint."""
+"""The console command: arguments, exit codes, loss curves and plot."""
 
 from __future__ import annotations
 
-import dataclasses
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import sentencepiece
-import torch
 
-from megatron_acco.cli import generate
 from megatron_acco.cli.main import main
 from megatron_acco.corpus import standard_library
 from megatron_acco.curves import Point, read_curves
@@ -121,100 +116,3 @@ def test_plot_of_two_runs(metrics: Path, tmp_path: Path, capsys: pytest.CaptureF
 def test_plot_with_an_unknown_suffix_leaves_nothing(metrics: Path, tmp_path: Path) -> None:
     assert main(["plot", str(metrics), "--out", str(tmp_path / "plots" / "loss.pgn")]) == 2
     assert not list((tmp_path / "plots").iterdir())
-
-
-@pytest.fixture(scope="module")
-def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    """A folder with a tokenizer and a checkpoint as pretrain_gpt_acco.py writes it (weights as initialized)."""
-    from megatron.core import parallel_state
-
-    from megatron_acco.training.model import ModelOptions, build_model
-
-    folder = tmp_path_factory.mktemp("trained")
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=iter(["some text with a few words in it", "and another line of it"] * 20),
-        model_prefix=str(folder / "tokenizer"),
-        vocab_size=40,
-        unk_id=0,
-        bos_id=1,
-        eos_id=2,
-        pad_id=3,
-        minloglevel=2,
-        hard_vocab_limit=False,
-    )
-    generate._one_process()
-    torch.manual_seed(0)
-    options = ModelOptions(num_layers=1, hidden_size=32, num_attention_heads=2, max_position_embeddings=16)
-    model = build_model(dataclasses.replace(options, use_cpu_initialization=True), 128)
-    identity = {"model": {**dataclasses.asdict(options), "padded_vocab_size": 128}}
-    step = folder / "checkpoints" / "global_step3"
-    step.mkdir(parents=True)
-    torch.save(
-        {"module": model.state_dict(), "megatron_acco": {"identity": identity}}, step / "mp_rank_00_model_states.pt"
-    )
-    (folder / "checkpoints" / "latest").write_text("global_step3")
-    yield folder
-    parallel_state.destroy_model_parallel()
-    torch.distributed.destroy_process_group()
-
-
-def command(trained: Path, *more: str) -> list[str]:
-    return [
-        *("generate", "--checkpoint", str(trained / "checkpoints")),
-        *("--tokenizer-model", str(trained / "tokenizer.model"), *more),
-    ]
-
-
-def test_generate_repeats_with_the_seed_and_goes_past_the_longest_sequence(
-    trained: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    texts = []
-    for seed in ("1", "1", "2"):
-        assert main(command(trained, "--prompt", "some text", "--tokens", "40", "--seed", seed)) == 0
-        texts.append(capsys.readouterr().out)
-    assert texts[0] == texts[1] != texts[2]
-    assert all(text.startswith("some text") for text in texts)
-
-
-def test_generate_samples_only_ids_of_the_tokenizer_and_ends_at_the_end_of_a_document(trained: Path) -> None:
-    model, longest, rows = generate.load_model(generate.find_model_file(trained / "checkpoints"))
-    assert (longest, rows) == (16, 128)
-    common: dict[str, Any] = {"longest": longest, "temperature": 1.0, "top_k": 0}
-    ids = generate.sample(model, [2], count=300, vocabulary=40, end=-1, seed=0, **common)
-    assert len(ids) == 300 and max(ids) < 40
-    ended = generate.sample(model, [2], count=300, vocabulary=40, end=ids[5], seed=0, **common)
-    assert ended == ids[: ids.index(ids[5])]
-
-
-def test_temperature_zero_takes_the_likeliest(trained: Path) -> None:
-    model, longest, _ = generate.load_model(generate.find_model_file(trained / "checkpoints"))
-    ids = [2, 5, 7]
-    first = generate.sample(
-        model, ids, count=1, longest=longest, vocabulary=40, end=-1, temperature=0.0, top_k=0, seed=0
-    )
-    with torch.inference_mode():
-        logits = model(torch.tensor([ids]), torch.arange(3).unsqueeze(0), None)
-    assert first == [int(logits[0, -1, :40].argmax())]
-    assert first == generate.sample(
-        model, ids, count=1, longest=longest, vocabulary=40, end=-1, temperature=0.5, top_k=1, seed=9
-    )
-
-
-def test_generate_writes_a_file(trained: Path, tmp_path: Path) -> None:
-    out = tmp_path / "sample.txt"
-    assert main(command(trained, "--tokens", "5", "--out", str(out))) == 0
-    assert out.read_text().strip()
-    assert [path.name for path in tmp_path.iterdir()] == ["sample.txt"]
-
-
-def test_generate_refuses_what_it_cannot_use(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    tokenizer = ["--tokenizer-model", str(trained / "tokenizer.model")]
-    (tmp_path / "other").mkdir()
-    torch.save({"model": {}}, tmp_path / "other" / "mp_rank_00_model_states.pt")
-    (tmp_path / "cut").mkdir()
-    whole = (trained / "checkpoints" / "global_step3" / "mp_rank_00_model_states.pt").read_bytes()
-    (tmp_path / "cut" / "mp_rank_00_model_states.pt").write_bytes(whole[: len(whole) // 2])
-    for folder, message in (("none", "no checkpoint there"), ("other", "was not written by"), ("cut", "damaged")):
-        assert main(["generate", "--checkpoint", str(tmp_path / folder), *tokenizer]) == 2
-        assert message in capsys.readouterr().err
-    assert main(command(trained, "--tokens", "0")) == 2

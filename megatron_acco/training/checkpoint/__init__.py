@@ -4,6 +4,7 @@ state.py      what a checkpoint holds besides DeepSpeed's own state, and what it
 store.py      the --save folder: staging, manifest, publishing by rename, `latest`, retention (no processes)
 writer.py     one rank's files: checksum and fsync while writing, or a snapshot and a writer thread
 search.py     the checkpoint that --load means: checks, fall-back to an older whole one, agreement of the ranks
+weights.py    the weights alone, whole: for evaluation, export and the start of another run
 saving.py     Checkpointer: the collective half of save and load
 """
 

@@ -38,6 +38,9 @@ _FREE_MODEL_OPTIONS = frozenset(
     }
 )
 
+# Options that checkpoints of earlier releases do not know, with what those releases did.
+_NEW_MODEL_OPTIONS = {"openai_gelu": False}
+
 
 @dataclass(frozen=True)
 class CheckpointOptions:
@@ -57,6 +60,12 @@ class CheckpointOptions:
     load_strict: bool = option(
         False, "A damaged or partial checkpoint is an error; without it the newest whole one before it is taken."
     )
+    finetune: bool = option(
+        False, "Take nothing but the weights from --load, and begin a new run with them at iteration 0."
+    )
+    pretrained_checkpoint: str | None = option(
+        None, "Weights to begin with where --load has no checkpoint yet, so that the same command also resumes."
+    )
 
     def __post_init__(self) -> None:
         for name in ("save", "load"):
@@ -72,6 +81,20 @@ class CheckpointOptions:
             raise ValueError("--async-save needs --save")
         if self.load_strict and self.load is None:
             raise ValueError("--load-strict needs --load")
+        if self.pretrained_checkpoint == "":
+            raise ValueError("--pretrained-checkpoint is empty; give a folder")
+        if self.finetune and self.load is None:
+            raise ValueError("--finetune takes weights from --load; give that folder")
+        if self.finetune and self.pretrained_checkpoint is not None:
+            raise ValueError(
+                "--finetune and --pretrained-checkpoint contradict each other: with the first, --load gives the "
+                "weights, with the second a run to resume"
+            )
+
+    @property
+    def weights_from(self) -> str | None:
+        """Where a run that does not resume takes its first weights from; None: they are drawn."""
+        return self.load if self.finetune else self.pretrained_checkpoint
 
 
 @dataclass
@@ -114,6 +137,10 @@ class Identity:
         ranks: number of data-parallel ranks.
         arguments: the whole command line and JSON, for the reader.
         tensor_parallel: number of tensor-parallel ranks, each of which has files of its own.
+        vocab_size: ids of the tokenizer, the rows of the embedding that mean something; None in checkpoints of earlier
+            releases.
+
+    With `ranks` 0 there are weights and nothing else (`megatron-acco import`).
     """
 
     model: dict[str, Any]
@@ -122,6 +149,7 @@ class Identity:
     ranks: int
     arguments: dict[str, Any]
     tensor_parallel: int = 1
+    vocab_size: int | None = None
 
 
 def refuse_other_writers(options: CheckpointOptions, config: Mapping[str, Any]) -> None:
@@ -164,6 +192,8 @@ def compare(
         ValueError: for another tensor-parallel size, model, learning-rate schedule, or, on another number of ranks,
             another global batch.
     """
+    if saved.ranks == 0:
+        raise ValueError(f"--load {where} holds weights only, no run to resume; add --finetune to begin one with them")
     resized = saved.tensor_parallel != mine.tensor_parallel
     if resized and not universal:
         raise ValueError(
@@ -172,7 +202,7 @@ def compare(
             f"{where} --output_folder {where}_universal` and start again with "
             f'"checkpoint": {{"load_universal": true}} in the DeepSpeed JSON'
         )
-    different = _differences(saved.model, mine.model, _FREE_MODEL_OPTIONS)
+    different = model_differences(saved.model, mine.model)
     if different:
         padding, rows = "", saved.model.get(PADDED_VOCABULARY)
         if (
@@ -212,6 +242,18 @@ def compare(
     if different:
         notices.append(f"the order of samples changes at the resume: {different}")
     return tuple(notices)
+
+
+def model_differences(saved: Mapping[str, Any], mine: Mapping[str, Any], free: frozenset[str] = frozenset()) -> str:
+    """Which options make the weights of two models unlike, in words; empty if none.
+
+    Args:
+        saved: `Identity.model` of a checkpoint.
+        mine: the same of this run.
+        free: options that may differ beside those that change no weights.
+    """
+    saved, mine = {**_NEW_MODEL_OPTIONS, **saved}, {**_NEW_MODEL_OPTIONS, **mine}
+    return _differences(saved, mine, _FREE_MODEL_OPTIONS | free)
 
 
 def _global_batch(identity: Identity) -> Any:
