@@ -34,6 +34,9 @@ class TrainingOptions:
     global_batch_size: int | None = option(None, "Samples per update, over all ranks and micro-batches.")
     train_iters: int | None = option(None, "Updates to train for.")
     train_samples: int | None = option(None, "The same in samples.")
+    calculate_per_token_loss: bool = option(
+        False, "Average over the tokens with loss of a whole update, not over those of each micro-batch first."
+    )
     seed: int = option(1234, "Seed of weights, dropout and sample order.")
     eval_interval: int = option(1000, "Updates between evaluations; 0: at the end only.")
     eval_iters: int = option(100, "Size of the validation set in global batches; 0: no evaluation.")
@@ -135,6 +138,11 @@ class Arguments:
     def train_samples(self) -> int:
         """Samples to train for; with adaptive accumulation the last update may go beyond."""
         return self.train_iters * self.global_batch_size
+
+    @property
+    def per_token_loss(self) -> bool:
+        """Whether a token weighs the same wherever it stands; examples have unequal numbers of them."""
+        return self.training.calculate_per_token_loss or self.data.sft
 
     @property
     def sequence_parallel(self) -> bool:
@@ -242,6 +250,11 @@ def resolve(arguments: Arguments, config: Mapping[str, Any], dp_world_size: int)
     result = dataclasses.replace(arguments, optimizer=optimizer, deepspeed=resolved)
     if arguments.logging.profile_rounds is not None and acco_config(resolved) is None:
         raise ValueError('--profile-rounds shows the rounds of ACCO; the DeepSpeed JSON has no enabled "acco" section')
+    if result.per_token_loss and result.adaptive:
+        raise ValueError(
+            "--sft and --calculate-per-token-loss need the tokens of an update counted before it begins, but with "
+            '"accumulation": "adaptive" nobody knows how many micro-batches it will have; take "fixed"'
+        )
     if result.train_iters < 1:
         raise ValueError(
             f"--train-samples {arguments.training.train_samples} is less than one global batch of "

@@ -84,8 +84,14 @@ class EvaluationSampler(Sampler[list[int]]):
 class _Collate:
     """Stack samples; refuse token ids that the embedding does not have, which would be a crash far from its cause."""
 
-    def __init__(self, vocab_size: int) -> None:
+    def __init__(self, vocab_size: int, trim_multiple: int | None = None) -> None:
+        """
+        Args:
+            vocab_size: ids that there are.
+            trim_multiple: cut columns without loss off the end, down to a multiple of this; None: cut nothing.
+        """
         self.vocab_size = vocab_size
+        self.trim_multiple = trim_multiple
 
     def __call__(self, samples: list[dict[str, Any]]) -> Batch:
         batch: Batch = default_collate(samples)
@@ -96,7 +102,15 @@ class _Collate:
                     f"token id {high if high >= self.vocab_size else low} in the data is beyond the vocabulary of "
                     f"{self.vocab_size} ids; was the data written with another tokenizer?"
                 )
-        return batch
+        return batch if self.trim_multiple is None else self._trimmed(batch, self.trim_multiple)
+
+    @staticmethod
+    def _trimmed(batch: Batch, multiple: int) -> Batch:
+        """What stands behind the last token with loss of any row changes nothing: attention looks back only."""
+        with_loss = batch["loss_mask"].any(dim=0).nonzero()
+        length = int(with_loss[-1]) + 1 if len(with_loss) else 1
+        length = -(-length // multiple) * multiple
+        return {name: tensor[:, :length].contiguous() for name, tensor in batch.items()}
 
 
 def _leave_signals_to_the_rank(worker: int) -> None:
@@ -106,16 +120,29 @@ def _leave_signals_to_the_rank(worker: int) -> None:
 
 
 def build_loader(
-    dataset: Any, sampler: Sampler[list[int]], vocab_size: int, num_workers: int, seed: int
+    dataset: Any,
+    sampler: Sampler[list[int]],
+    vocab_size: int,
+    num_workers: int,
+    seed: int,
+    trim_multiple: int | None = None,
 ) -> DataLoader[Batch]:
     """A loader of micro-batches `{tokens, labels, loss_mask, position_ids}`, each [micro-batch, sequence].
+
+    Args:
+        dataset: of samples.
+        sampler: which of them make up each micro-batch.
+        vocab_size: ids that there are.
+        num_workers: loader processes.
+        seed: of the loader.
+        trim_multiple: cut columns without loss off the end of a micro-batch, down to a multiple of this; None: none.
 
     It draws from a random generator of its own: creating one must not move the ranks' generators.
     """
     return DataLoader(
         dataset,
         batch_sampler=sampler,
-        collate_fn=_Collate(vocab_size),
+        collate_fn=_Collate(vocab_size, trim_multiple),
         num_workers=num_workers,
         pin_memory=torch.cuda.is_available(),
         worker_init_fn=_leave_signals_to_the_rank,

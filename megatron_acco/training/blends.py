@@ -37,6 +37,10 @@ class DataOptions:
     multiple_validation_sets: bool = option(
         False, "Evaluate each prefix of --valid-data-path by itself; NAME=PREFIX names it in the log."
     )
+    sft: bool = option(
+        False, "The data paths are jsonl files with prompt and response, to finetune with loss on the response only."
+    )
+    sft_packing: bool = option(False, "Put several examples of --sft into a sample; none sees another.")
     mock_data: bool = option(False, "Train on made-up tokens, to try out a configuration.")
     split: str | None = option(None, "Weights of train, valid and test in --data-path; 99,1,0 if not given.")
     data_cache_path: str | None = option(None, "Folder of the sample index (a folder beside the data).")
@@ -62,8 +66,25 @@ class DataOptions:
             raise ValueError("--split needs --data-path or --data-args-path")
         if self.multiple_validation_sets and (self.from_one_blend or self.mock_data):
             raise ValueError("--multiple-validation-sets needs --valid-data-path or --per-split-data-args-path")
+        if self.sft_packing and not self.sft:
+            raise ValueError("--sft-packing needs --sft")
+        if self.sft:
+            self._check_instructions()
         if self.num_workers < 0:
             raise ValueError(f"--num-workers must be 0 or more, got {self.num_workers}")
+
+    def _check_instructions(self) -> None:
+        others = {
+            "--data-args-path": self.data_args_path,
+            "--per-split-data-args-path": self.per_split_data_args_path,
+            "--multiple-validation-sets": self.multiple_validation_sets,
+            "--mock-data": self.mock_data,
+            "--eod-mask-loss": self.eod_mask_loss,
+            "--reset-position-ids": self.reset_position_ids,
+        }
+        for flag, value in others.items():
+            if value:
+                raise ValueError(f"--sft takes jsonl files by --data-path or --train-data-path; remove {flag}")
 
     @property
     def from_one_blend(self) -> bool:

@@ -22,6 +22,7 @@ from megatron_acco.preprocess.metadata import check_metadata, describe_tokenizer
 from megatron_acco.preprocess.writer import INDEX_MAGIC
 from megatron_acco.training.blends import SPLITS, DataOptions, Source, find_sources
 from megatron_acco.training.index_cache import load_or_build
+from megatron_acco.training.instructions import build_instruction_sets
 
 __all__ = ["DataOptions", "Datasets", "build_datasets", "check_token_ids"]
 
@@ -37,6 +38,7 @@ class Datasets:
         valid_sets: with --multiple-validation-sets, the sets by their names; then `valid` is None.
         key: names the sample index, equal on all ranks.
         digest: of the content of the sample index, equal on all ranks.
+        notice: what the user should know about the data.
     """
 
     train: Any
@@ -45,6 +47,7 @@ class Datasets:
     key: str
     digest: str = ""
     valid_sets: dict[str, Any] = dataclasses.field(default_factory=dict)
+    notice: str | None = None
 
     @property
     def validation(self) -> dict[str, Any]:
@@ -101,6 +104,10 @@ def build_datasets(
         ValueError: for a missing prefix, a split without documents, data of another tokenizer, or token ids beyond the
             vocabulary.
     """
+    if options.sft:
+        made = build_instruction_sets(options, tokenizer, sequence_length, seed, samples)
+        train, valid, test = (made.sets[kind] for kind in SPLITS)
+        return Datasets(train, valid, test, made.key, notice=made.notice)
     sources = find_sources(options)
     sizes = [_samples_of(source, options, sequence_length, samples) for source in sources]
     described = describe_tokenizer(tokenizer)

@@ -10,17 +10,23 @@ from torch.utils.data import DataLoader
 
 import megatron_acco
 from megatron_acco.training.batches import Batch, to_device
+from megatron_acco.training.instructions import attention_mask
 
 
 def masked_mean(losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     """Mean of the per-token losses [micro-batch, sequence] where the mask is 1; a scalar, fp32."""
-    mask = mask.float()
-    return (losses.float() * mask).sum() / mask.sum().clamp(min=1.0)
+    return masked_sum(losses, mask) / mask.float().sum().clamp(min=1.0)
+
+
+def masked_sum(losses: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """Sum of the per-token losses [micro-batch, sequence] where the mask is 1; a scalar, fp32."""
+    return (losses.float() * mask.float()).sum()
 
 
 def token_losses(model: Any, batch: Batch) -> torch.Tensor:
     """Per-token cross entropy, [micro-batch, sequence]. `model` is a GPTModel or an engine around one."""
-    losses: torch.Tensor = model(batch["tokens"], batch["position_ids"], None, labels=batch["labels"])
+    mask = attention_mask(batch.get("segment_ids"))
+    losses: torch.Tensor = model(batch["tokens"], batch["position_ids"], mask, labels=batch["labels"])
     return losses
 
 

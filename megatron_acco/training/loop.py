@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.utils.data import DataLoader
@@ -17,7 +19,7 @@ from megatron_acco.training.arguments import Arguments
 from megatron_acco.training.batches import Batch, to_device
 from megatron_acco.training.checkpoint import Checkpointer, Found, Saved, TrainState
 from megatron_acco.training.control import Stop, StopVote, Verdict
-from megatron_acco.training.evaluate import evaluate, masked_mean, token_losses
+from megatron_acco.training.evaluate import evaluate, masked_mean, masked_sum, token_losses
 from megatron_acco.training.metrics import TrainingLog
 
 
@@ -134,15 +136,34 @@ def train_update(run: Run, batches: Iterator[Batch]) -> float:
     """
     engine, learning_rate = run.engine, 0.0
     update = engine.global_steps
+    per_token: float | None = None
+    if run.arguments.per_token_loss:
+        batches, per_token = weigh_tokens(run, batches)
     while engine.global_steps == update:
         batch = to_device(next(batches), engine.device)
-        loss = masked_mean(token_losses(engine, batch), batch["loss_mask"])
+        losses, mask = token_losses(engine, batch), batch["loss_mask"]
+        loss = masked_mean(losses, mask) if per_token is None else masked_sum(losses, mask) * per_token
         engine.backward(loss)
         run.log.add_loss(loss)
         learning_rate = engine.get_lr()[0]
         engine.step()
         run.position += 1
     return learning_rate
+
+
+def weigh_tokens(run: Run, batches: Iterator[Batch]) -> tuple[Iterator[Batch], float]:
+    """This rank's micro-batches of one update, and what a token's loss is to be multiplied by. Collective.
+
+    The engine takes the mean over the micro-batches of all ranks; with this factor it becomes the mean over all tokens
+    with loss of the update.
+    """
+    count = run.arguments.num_microbatches
+    own = list(itertools.islice(batches, count))
+    tokens = torch.tensor(float(sum(batch["loss_mask"].sum() for batch in own)), dtype=torch.float64)
+    dist.all_reduce(tokens, group=run.control)
+    # Every rank of a replica has counted the replica's tokens.
+    micro_batches = count * dist.get_world_size(run.control)
+    return iter(own), micro_batches / max(1.0, float(tokens))
 
 
 def validate(run: Run) -> None:

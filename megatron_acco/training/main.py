@@ -87,6 +87,8 @@ def report_start(plan: Plan, run: Run, threads: str) -> None:
             print(f" NOTICE: {save} holds checkpoints, too; give it to --load to continue from those")
     for notice in run.checkpointer.take_notices():
         print(f" NOTICE: {notice}")
+    if plan.datasets.notice is not None:
+        print(f" {plan.datasets.notice}")
     if arguments.adaptive:
         goal = f"sample {run.state.consumed_train_samples} to {arguments.train_samples}"
     else:

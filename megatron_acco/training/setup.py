@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,6 +53,8 @@ from megatron_acco.training.tokenizer import build_tokenizer
 
 # With adaptive accumulation: samples of a rank's stream, over those that it takes if all ranks are equally fast.
 _FASTEST = 2
+# Micro-batches of examples have a length that is a multiple of this (and of the tensor-parallel size).
+_TRIM = 16
 
 
 @dataclass(frozen=True)
@@ -241,14 +244,17 @@ def _loaders(plan: Plan, state: TrainState) -> tuple[Any, Any, Any]:
         order = OwnStreamSampler(total * _FASTEST, state.position(rank, ranks), micro_batch, rank, ranks)
     else:
         order = ConsumedSampleSampler(total, state.consumed_train_samples, micro_batch, rank, ranks)
-    train = build_loader(plan.datasets.train, order, plan.vocab_size, arguments.data.num_workers, training.seed)
+    # A micro-batch of short examples need not be computed at full length.
+    trim = math.lcm(_TRIM, arguments.run.tensor_model_parallel_size) if arguments.data.sft else None
+    workers = arguments.data.num_workers
+    train = build_loader(plan.datasets.train, order, plan.vocab_size, workers, training.seed, trim)
 
     def evaluation(dataset: Any) -> Any:
         if dataset is None or training.eval_iters == 0:
             return None
         samples = min(len(dataset), training.eval_iters * arguments.global_batch_size)
         share = EvaluationSampler(samples, micro_batch, rank, ranks)
-        return build_loader(dataset, share, plan.vocab_size, 0, training.seed)
+        return build_loader(dataset, share, plan.vocab_size, 0, training.seed, trim)
 
     validation = {name: evaluation(dataset) for name, dataset in plan.datasets.validation.items()}
     return train, {n: loader for n, loader in validation.items() if loader is not None}, evaluation(plan.datasets.test)

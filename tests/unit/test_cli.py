@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import re
+import shlex
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from megatron_acco.cli.main import main
+from megatron_acco.cli.main import build_parser, main
 from megatron_acco.corpus import standard_library
 from megatron_acco.curves import Point, read_curves
 
@@ -116,3 +118,25 @@ def test_plot_of_two_runs(metrics: Path, tmp_path: Path, capsys: pytest.CaptureF
 def test_plot_with_an_unknown_suffix_leaves_nothing(metrics: Path, tmp_path: Path) -> None:
     assert main(["plot", str(metrics), "--out", str(tmp_path / "plots" / "loss.pgn")]) == 2
     assert not list((tmp_path / "plots").iterdir())
+
+
+DOCS = sorted((Path(__file__).parents[2] / "docs").glob("*.md"))
+
+
+def documented_commands(name: str) -> list[list[str]]:
+    """The commands that begin with `name` in the fenced parts of README and docs."""
+    found = []
+    for page in [*DOCS, Path(__file__).parents[2] / "README.md"]:
+        for block in re.findall(r"```bash\n(.*?)```", page.read_text(), flags=re.S):
+            for line in block.replace("\\\n", " ").splitlines():
+                words = shlex.split(line, comments=True)
+                if words[:1] == [name] and "..." not in words:
+                    found.append(words[1:])
+    return found
+
+
+def test_the_commands_in_the_documentation_are_understood() -> None:
+    commands = documented_commands("megatron-acco")
+    assert {words[0] for words in commands} >= {"preprocess-data", "evaluate", "generate", "export", "import"}
+    for words in commands:
+        build_parser().parse_args(words)
