@@ -54,6 +54,7 @@ class Liveness:
         self._failure: tuple[str, float] | None = None
         self._keeper: Sign | None = None  # of rank 0, for the time when it cannot be asked any more
         self._lock = threading.Lock()
+        self._news = threading.Event()
         threading.Thread(target=self._beat, name="acco-liveness", daemon=True).start()
 
     @classmethod
@@ -68,9 +69,10 @@ class Liveness:
     def doing(self, what: str) -> Iterator[None]:
         """While inside, the rank is doing `what`; a failure leaves it standing for the report."""
         before, self._doing = self._doing, what
-        self.sign()
+        self._news.set()  # to be written at once, but by the other thread: this one must not wait for the store
         yield
         self._doing = before
+        self._news.set()
 
     def report(self, failure: str) -> list[str]:
         """Say that this rank has failed, and learn of the others. Takes some seconds; raises nothing.
@@ -90,10 +92,14 @@ class Liveness:
         asking.join(2.0 * INTERVAL_SECONDS + ANSWER_SECONDS)
         if not asking.is_alive():
             return lines
-        if self._keeper is None:
-            return ["rank 0, which keeps the signs of life, does not answer"]
-        self._end(self._keeper)
-        return [f"rank 0 on {self._keeper.host}, which keeps the signs of life, does not answer"]
+        keeper = "rank 0"
+        if self._keeper is not None:
+            self._end(self._keeper)
+            keeper += f" on {self._keeper.host}"
+        return [f"{keeper}, which keeps the signs of life, does not answer; {self._own()}"]
+
+    def _own(self) -> str:
+        return f"rank {self._rank} was {self._doing or self.describe()}"
 
     def _ask(self) -> list[str]:
         try:
@@ -102,11 +108,8 @@ class Liveness:
             time.sleep(2.0 * INTERVAL_SECONDS)
             after = self._read()
         except Exception:
-            doing = self._doing or self.describe()
-            return [
-                f"rank 0, which keeps the signs of life, cannot be reached: it is gone, its host is, or the way to it; "
-                f"rank {self._rank} was {doing}"
-            ]
+            gone = "it is gone, its host is, or the way to it"
+            return [f"rank 0, which keeps the signs of life, cannot be reached: {gone}; {self._own()}"]
         return self._judge(before, after)
 
     def _judge(self, before: dict[int, Sign], after: dict[int, Sign]) -> list[str]:
@@ -140,7 +143,8 @@ class Liveness:
 
     def _beat(self) -> None:
         while self.sign():
-            time.sleep(INTERVAL_SECONDS)
+            self._news.wait(INTERVAL_SECONDS)
+            self._news.clear()
 
     def sign(self) -> bool:
         """Leave a sign of life now. False if that is not possible any more."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -58,7 +59,9 @@ def test_a_rank_killed_on_another_host_and_a_cut_link_end_the_job_and_a_short_cu
     tmp_path: Path,
 ) -> None:
     limit = ["--distributed-timeout-minutes", str(LIMIT_SECONDS / 60.0)]
-    words = directly(command(data, write_json(tmp_path, "acco"), "--train-iters", "5000", *limit))
+    words = directly(
+        command(data, write_json(tmp_path, "acco"), "--train-iters", "5000", "--eval-interval", "5000", *limit)
+    )
     with Cluster(hosts=2, rate="100mbit", ssh=False) as cluster:
         undisturbed = cluster.launch(words, environment(), ROOT, capture=True)
         train_until(undisturbed, 30)
@@ -79,9 +82,11 @@ def test_a_rank_killed_on_another_host_and_a_cut_link_end_the_job_and_a_short_cu
 
         cluster.cut(1)
         wait_for_the_end(cluster, job, LIMIT_SECONDS + GRACE_SECONDS)
-        assert all(f"Timed out waiting {LIMIT_SECONDS * 1000:.0f}ms" in job.output(rank) for rank in range(2))
-        assert "[rank 0] rank 1 on host1 gives no sign of life; last it was computing micro-batch" in job.output(0)
-        gone = (
-            r"\[rank 1\] rank 0, which keeps the signs of life, cannot be reached: .*; rank 1 was computing micro-batch"
+        # The lane's own limit and that of a collective in it are the same: either may be the first to pass.
+        passed = (
+            rf"Timed out waiting {LIMIT_SECONDS * 1000:.0f}ms|did not finish within {timedelta(seconds=LIMIT_SECONDS)}"
         )
+        assert all(re.search(passed, job.output(rank)) for rank in range(2))
+        assert "[rank 0] rank 1 on host1 gives no sign of life; last it was computing micro-batch" in job.output(0)
+        gone = r"\[rank 1\] rank 0.*, which keeps the signs of life, .*; rank 1 was computing micro-batch"
         assert re.search(gone, job.output(1))

@@ -34,6 +34,7 @@ def test_a_report_ends_in_time_if_rank_0_is_stopped_and_ends_it(monkeypatch: pyt
             os._exit(0)
     try:
         own = Liveness(store(port, is_master=False), 1, 2)
+        own.describe = lambda: "training"
         limit = time.monotonic() + 30.0
         while own._keeper is None:
             assert time.monotonic() < limit
@@ -41,7 +42,7 @@ def test_a_report_ends_in_time_if_rank_0_is_stopped_and_ends_it(monkeypatch: pyt
         os.kill(keeper, signal.SIGSTOP)
         started = time.monotonic()
         assert own.report("a peer is gone") == [
-            f"rank 0 on {socket.gethostname()}, which keeps the signs of life, does not answer"
+            f"rank 0 on {socket.gethostname()}, which keeps the signs of life, does not answer; rank 1 was training"
         ]
         assert time.monotonic() - started < 10.0
         assert os.waitpid(keeper, 0)[1] == signal.SIGKILL
