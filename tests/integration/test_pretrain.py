@@ -316,7 +316,7 @@ def test_sigterm_to_the_deepspeed_command_saves_and_leaves_no_orphan(
         job.wait_for("iteration        3/")
     ranks = job.ranks()
     job.process.terminate()
-    _, alive = psutil.wait_procs(ranks, timeout=60)
+    _, alive = psutil.wait_procs(ranks, timeout=TIME_LIMIT)
     assert not alive
     iteration = int((save / "latest").read_text().removeprefix("global_step"))
     assert iteration >= (1 if starting else 3) and len(records(save)) == iteration
