@@ -101,9 +101,8 @@ def check_environment_file(path: Path) -> None:
 def ssh_port(options: str) -> str | None:
     """The port of ssh's options for pdsh. DeepSpeed's own logins by ssh do not know them, only --ssh_port."""
     words = shlex.split(options)
-    for word, following in zip(words, [*words[1:], ""], strict=True):
-        if word == "-p" and following.isdigit():
-            return following
-        if re.fullmatch(r"-p\d+", word):
-            return word[2:]
+    for number, word in enumerate(words):
+        value = "".join(words[number + 1 : number + 2]) if word == "-p" else word.removeprefix("-p")
+        if word.startswith("-p") and value.isdigit():
+            return value
     return None

@@ -7,6 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from megatron_acco.cli import (
+    doctor,
     evaluate,
     export,
     generate,
@@ -18,7 +19,7 @@ from megatron_acco.cli import (
     preprocess_data,
 )
 
-SUBCOMMANDS = (launch, plan, preprocess_data, prepare_corpus, plot, evaluate, generate, export, import_model)
+SUBCOMMANDS = (launch, doctor, plan, preprocess_data, prepare_corpus, plot, evaluate, generate, export, import_model)
 
 
 def build_parser() -> argparse.ArgumentParser:

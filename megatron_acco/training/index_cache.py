@@ -8,14 +8,18 @@ import hashlib
 import json
 import os
 import pickle
+import re
 import shutil
+import socket
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 _MANIFEST = "manifest.json"
+_ABANDONED_SECONDS = 86_400.0
 _DAMAGE = (OSError, EOFError, ValueError, pickle.UnpicklingError)  # numpy takes what has no header for a pickle
 
 Build = Callable[[Path], Any]
@@ -84,9 +88,11 @@ def _locked(path: Path) -> Iterator[None]:
 
 def _publish(build: Build, root: Path, final: Path) -> None:
     """Build the index in a private folder and give it its name in one step."""
+    host = re.sub(r"\W", "_", socket.gethostname())
     for leftover in root.glob(f"{final.name}.building-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
-    staging = Path(tempfile.mkdtemp(prefix=f"{final.name}.building-", dir=root))
+        if _is_abandoned(leftover, host):
+            shutil.rmtree(leftover, ignore_errors=True)
+    staging = Path(tempfile.mkdtemp(prefix=f"{final.name}.building-{host}-{os.getpid()}-", dir=root))
     os.chmod(staging, 0o755)
     try:
         build(staging)
@@ -99,6 +105,17 @@ def _publish(build: Build, root: Path, final: Path) -> None:
             raise
     finally:
         shutil.rmtree(staging, ignore_errors=True)
+
+
+def _is_abandoned(staging: Path, host: str) -> bool:
+    """Whether the builder is gone. Locks may not reach over hosts, so another host's young folder is left alone."""
+    match = re.search(r"building-(\w+)-(\d+)-", staging.name)
+    if match and match[1] == host:
+        return not Path(f"/proc/{match[2]}").exists()
+    try:
+        return time.time() - staging.stat().st_mtime > _ABANDONED_SECONDS
+    except OSError:
+        return False
 
 
 def _write_manifest(folder: Path) -> None:

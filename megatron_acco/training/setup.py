@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import socket
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch.utils.data import Sampler
 
 import megatron_acco
 from megatron_acco import ds_json
+from megatron_acco.hosts.meeting import HostsRefused
 from megatron_acco.ops import prepare_cpu_ops
 from megatron_acco.training import environment, liveness
 from megatron_acco.training.arguments import Arguments, parse_arguments, resolve
@@ -221,18 +223,36 @@ def _fused_adam(config: Mapping[str, Any]) -> bool:
 
 
 def _agree(plan: Plan, control: dist.ProcessGroup) -> None:
-    """All ranks must have read the same arguments and data (think of files that differ per host)."""
+    """All ranks must have read the same arguments and data (think of files that differ per host).
+
+    Raises:
+        HostsRefused: naming what differs and where, on all ranks.
+    """
     mine = {
-        "arguments": {**plan.identity.arguments, "run": {**plan.identity.arguments["run"], "local_rank": None}},
-        "sample index": plan.datasets.key,
-        "content of the sample index": plan.datasets.digest,
+        **_flatten({**plan.identity.arguments, "run": {**plan.identity.arguments["run"], "local_rank": None}}),
+        "the data files (.idx) or the tokenizer": plan.datasets.key,
+        "the content of the sample index": plan.datasets.digest,
     }
+    mine.pop("data.data_cache_path", None)  # a host may keep its cache where it likes
     others: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(others, mine, group=control)
-    for rank, other in enumerate(others):
-        for name, value in mine.items():
-            if other[name] != value:
-                raise RuntimeError(f"{name} of this rank and of rank {rank} differ: {value} and {other[name]}")
+    dist.all_gather_object(others, (socket.gethostname(), mine), group=control)
+    for name in sorted({name for _, values in others for name in values}):
+        kinds: dict[str, list[str]] = {}
+        for rank, (host, values) in enumerate(others):
+            kinds.setdefault(str(values.get(name)), []).append(f"rank {rank} on {host}")
+        if len(kinds) > 1:
+            parts = [f"{value} ({', '.join(who[:4])}{', ...' if who[4:] else ''})" for value, who in kinds.items()]
+            raise HostsRefused(
+                f"{name} differs: {'; '.join(parts)}; all hosts need the same command, JSON, data and tokenizer files "
+                f"(megatron-acco doctor --data-path ... compares them)"
+            )
+
+
+def _flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        flat.update(_flatten(value, f"{prefix}{name}.") if isinstance(value, Mapping) else {f"{prefix}{name}": value})
+    return flat
 
 
 def _loaders(plan: Plan, state: TrainState) -> tuple[Any, Any, Any]:

@@ -9,6 +9,9 @@ from __future__ import annotations
 import fcntl
 import json
 import multiprocessing
+import re
+import socket
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -368,12 +371,24 @@ def test_a_killed_builder_leaves_nothing_that_is_taken_for_an_index(corpus: str,
     before = build(cached)
     index, sample = tmp_path / "cache" / before.key, before.train[5]["tokens"].clone()
     # As after a kill in the middle of a write: the private folder, with a file cut short, and no published index.
-    leftover = index.with_name(f"{index.name}.building-dead")
+    builder = subprocess.Popen(["true"])
+    builder.wait()
+    host = re.sub(r"\W", "_", socket.gethostname())
+    leftover = index.with_name(f"{index.name}.building-{host}-{builder.pid}-x")
     index.rename(leftover)
     for path in leftover.glob("*.npy"):
         path.write_bytes(path.read_bytes()[:20])
     assert torch.equal(build(cached).train[5]["tokens"], sample)
     assert not leftover.exists()
+
+
+def test_a_builder_on_another_host_is_left_alone(corpus: str, tmp_path: Path) -> None:
+    """CASES B48: locks do not reach over hosts on every file system."""
+    cached = options(corpus, data_cache_path=str(tmp_path / "own"))
+    other = tmp_path / "own" / f"{build(options(corpus)).key}.building-elsewhere-1-x"
+    other.mkdir(parents=True)
+    build(cached)
+    assert other.exists()
 
 
 @pytest.mark.parametrize("damage", ["cut", "overwritten", "lost", "no manifest"])

@@ -171,7 +171,7 @@ def test_variables_are_sent_and_secrets_are_not() -> None:
 
 def test_ssh_options_and_the_environment_file(tmp_path: Path) -> None:
     """B40."""
-    assert ssh_port("-o X=y -p 2222") == ssh_port("-p2222") == "2222" and ssh_port("-v") is None
+    assert ssh_port("-o X=y -p 2222") == ssh_port("-p2222") == "2222" and ssh_port("-v") is ssh_port("") is None
     path = tmp_path / ".deepspeed_env"
     path.write_text("A=b\n\nC=d\n")
     with pytest.raises(ValueError, match=r"deepspeed_env, line 2: '' is not NAME=VALUE"):
