@@ -258,14 +258,11 @@ class Examination:
         self.findings.ok(f"{title}: {_describe(whole)}")
         rates = {}
         for key, speed in pairs.items():
-            names = " - ".join(self.hosts[int(number)] for number in key.split())
-            rates[names] = speed.mbit
-            self.findings.ok(f"{names}: {_describe(speed)}")
-        for names in measure.slow_pairs(rates):
-            self.findings.warning(
-                f"{names} has {rates[names]:.0f} Mbit/s, less than half of the usual; every exchange waits for its "
-                f"slowest link"
-            )
+            one, other = (self.hosts[int(number)] for number in key.split())
+            rates[one, other] = speed.mbit
+            self.findings.ok(f"{one} - {other}: {_describe(speed)}")
+        for text in measure.slow_links(rates):
+            self.findings.warning(f"{text}; every exchange waits for the slowest link")
 
 
 def _describe(speed: measure.Speed) -> str:

@@ -171,9 +171,19 @@ def speed_of_pairs(
     return found
 
 
-def slow_pairs(rates: dict[str, float]) -> list[str]:
-    """Pairs with less than half of the median rate."""
-    if len(rates) < 3:
-        return []
-    median = statistics.median(rates.values())
-    return [pair for pair, rate in rates.items() if rate < median / 2.0]
+def slow_links(rates: dict[tuple[str, str], float]) -> list[str]:
+    """Hosts whose best link has less than half of the usual best rate, and pairs far below what both can do."""
+    best: dict[str, float] = {}
+    for pair, rate in rates.items():
+        for host in pair:
+            best[host] = max(best.get(host, 0.0), rate)
+    usual = statistics.median(best.values()) if best else 0.0
+    slow = [
+        f"{host} reaches at most {rate:.0f} Mbit/s, other hosts {usual:.0f}"
+        for host, rate in best.items()
+        if rate < usual / 2.0
+    ]
+    for (one, other), rate in rates.items():
+        if rate < min(best[one], best[other]) / 2.0:
+            slow.append(f"{one} - {other} has {rate:.0f} Mbit/s, and both have links of twice that")
+    return slow

@@ -13,7 +13,9 @@ import pytest
 
 from megatron_acco.cli.launch import check_environment_file, select, ssh_port
 from megatron_acco.hosts.facts import Facts
+from megatron_acco.hosts.files import data_files, mark, marks
 from megatron_acco.hosts.judge import Verdict, judge
+from megatron_acco.hosts.measure import slow_links
 from megatron_acco.hosts.ranks import Ranks, discover_ranks, first_node
 
 SLURM = {
@@ -151,6 +153,25 @@ def test_another_build_and_little_shared_memory_are_warnings() -> None:
     assert not one_host.problems and one_host.speaks == [["", ""], ["", ""]]
     assert "/dev/shm on h0 has 64 MiB free, and 2 ranks may want 132 MiB" in one_host.warnings[0]
     assert one_host.hosts == ["h0 (ranks 0-1): alone, no interface needed"]
+
+
+def test_slow_hosts_and_slow_pairs_are_named() -> None:
+    rates = {("a", "b"): 900.0, ("a", "c"): 100.0, ("b", "c"): 110.0}
+    assert slow_links(rates) == ["c reaches at most 110 Mbit/s, other hosts 900"]
+    four = {("a", "b"): 900.0, ("a", "c"): 900.0, ("b", "c"): 200.0}
+    assert slow_links(four) == ["b - c has 200 Mbit/s, and both have links of twice that"]
+    assert slow_links({("a", "b"): 5.0}) == slow_links({}) == []
+
+
+def test_marks_tell_files_apart_that_differ_anywhere(tmp_path: Path) -> None:
+    content = bytearray(b"x" * 3_000_000)
+    names = [str(tmp_path / name) for name in "abc"]
+    for name, changed in zip(names, (None, 2_999_999, 0), strict=True):
+        if changed is not None:
+            content[changed] ^= 1
+        Path(name).write_bytes(content)
+    assert len(set(marks(names).values())) == 3 and mark(str(tmp_path / "none")) == ""
+    assert data_files(["0.3", "x", "1", "y"]) == ["x.idx", "x.bin", "y.idx", "y.bin"]
 
 
 # ---- megatron-acco launch -----------------------------------------------------------------------------------------
