@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import fcntl
 import os
+import shutil
 import sys
 import time
 from collections.abc import Sequence
@@ -28,10 +29,7 @@ def prepare_cpu_ops(builders: Sequence[str]) -> None:
     accelerator = get_accelerator()
     if accelerator.device_name() != "cpu":
         return
-    # A login by ssh, as launchers make it, has no environment activated: ninja lies beside the interpreter.
-    beside = str(Path(sys.executable).parent)
-    if beside not in os.environ.get("PATH", "").split(os.pathsep):
-        os.environ["PATH"] = os.pathsep.join(filter(None, [os.environ.get("PATH"), beside]))
+    _use_own_ninja()
     for name in builders:
         builder = accelerator.create_op_builder(name)
         if builder is None or not __compatible_ops__.get(builder.NAME, False):
@@ -41,6 +39,17 @@ def prepare_cpu_ops(builders: Sequence[str]) -> None:
             fcntl.flock(handle, fcntl.LOCK_EX)
             wait_for_marker(folder / "lock", STALE_SECONDS)
             builder.load(verbose=False)
+
+
+def _use_own_ninja() -> None:
+    """Put the interpreter's folder first on PATH if it holds ninja, which this package depends on.
+
+    A login by ssh, as launchers make it, has no environment activated. And another release of ninja, where one is
+    installed, hashes commands differently: the two would compile everything anew in turn.
+    """
+    own = Path(sys.executable).parent
+    if (own / "ninja").exists() and shutil.which("ninja") != str(own / "ninja"):
+        os.environ["PATH"] = os.pathsep.join([str(own), os.environ.get("PATH", os.defpath)])
 
 
 def wait_for_marker(marker: Path, stale_seconds: float) -> None:
