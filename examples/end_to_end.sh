@@ -25,7 +25,7 @@ deepspeed --num_gpus 2 --master_port "${PORT:-29500}" pretrain_gpt_acco.py \
     --swiglu --normalization RMSNorm --position-embedding-type rope --group-query-attention --num-query-groups 2 \
     --untie-embeddings-and-output-weights --disable-bias-linear --hidden-dropout 0 --attention-dropout 0 \
     --micro-batch-size 4 --global-batch-size 32 --train-iters "${UPDATES:-60}" --lr 3e-3 --min-lr 3e-4 \
-    --lr-decay-style cosine --lr-warmup-iters 2 --data-path "$OUT/text_text_document" --split 95,5,0 \
+    --lr-decay-style cosine --lr-warmup-iters 2 --data-path "$OUT/text_text_document" --split 90,10,0 \
     --tokenizer-type SentencePieceTokenizer --tokenizer-model "$OUT/text.model" \
     --save "$OUT/checkpoints" --eval-interval 0 --eval-iters 2 --log-interval 10 --num-workers 0
 
