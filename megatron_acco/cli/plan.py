@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import math
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,6 +15,7 @@ from megatron_acco.cost_model import Costs, Link, model_state_bytes
 
 _DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _MEASURED_BYTES = 64 << 20
+_ALONE = "--measure needs two or more ranks: start it with the deepspeed launcher (megatron-acco plan --help)"
 
 
 @dataclass(frozen=True)
@@ -122,13 +125,15 @@ def run(args: argparse.Namespace) -> int:
     else:
         compute = 6.0 * args.parameters * args.tokens / (args.tflops * 1e12)
     if args.measure:
-        costs, ranks = measure(args.parameters, args.dtype, compute)
+        costs, ranks = measure(args.parameters, args.dtype, compute, args.ranks)
         if int(os.environ.get("RANK", "0")) != 0:
             return 0
     else:
         ranks = args.ranks
         link = Link(args.bandwidth_gbit * 1e9 / 8.0, args.latency_us * 1e-6)
         costs = Costs(compute, link.exchange(args.parameters, ranks, weight_bytes, weight_bytes))
+    if not (costs.compute > 0.0 and math.isfinite(costs.compute + costs.exchange / costs.compute)):
+        raise ValueError(f"these numbers give {costs.compute:.3g} s of compute and {costs.exchange:.3g} s of exchange")
     sum_bytes = weight_bytes if args.dtype != "fp32" and args.grad_accum_dtype == "bf16" else 4
     case = Case(
         args.parameters, ranks, args.micro_batches, costs, args.tokens, weight_bytes, sum_bytes,
@@ -167,10 +172,13 @@ def report(case: Case) -> list[str]:
     return lines
 
 
-def measure(parameters: float, dtype: str, compute: float) -> tuple[Costs, int]:
+def measure(parameters: float, dtype: str, compute: float, ranks: int | None = None) -> tuple[Costs, int]:
     """The costs with the real collectives of `parameters` elements, and the number of ranks.
 
     At most 64 MiB are exchanged, and scaled up. Collective over all ranks.
+
+    Raises:
+        ValueError: fewer than two ranks, or another number than the `ranks` that the user expects.
     """
     import deepspeed
     import torch
@@ -180,10 +188,14 @@ def measure(parameters: float, dtype: str, compute: float) -> tuple[Costs, int]:
     from megatron_acco.zero.collectives import make_exchange
     from megatron_acco.zero.probe import time_large_exchange
 
+    if "RANK" not in os.environ and importlib.util.find_spec("mpi4py") is None:
+        raise ValueError(_ALONE)  # DeepSpeed would ask for mpi4py
     deepspeed.init_distributed()
     world = dist.get_world_size()
     if world < 2:
-        raise ValueError("--measure needs two or more ranks: start it with the deepspeed launcher")
+        raise ValueError(_ALONE)
+    if ranks not in (None, world):
+        raise ValueError(f"--ranks is {ranks}, but {world} were started to --measure; leave it out")
     element = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[dtype]
     accelerator = get_accelerator()
     if accelerator.device_name() != "cpu":
@@ -231,16 +243,37 @@ def draw(case: Case, out: Path) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
+    positive = ("parameters", "compute_ms", "tflops", "bandwidth_gbit")
+    whole = ("ranks", "micro_batches", "max_micro_batches_per_half")
     problems = {
-        "--parameters must be above 0": not args.parameters > 0,
-        "--micro-batches must be 1 or more": args.micro_batches < 1,
+        **{
+            f"{_flag(name)} must be above 0 and finite": not _is(args, name, lambda value: value > 0)
+            for name in positive
+        },
+        **{f"{_flag(name)} must be 1 or more": not _is(args, name, lambda value: value >= 1) for name in whole},
+        **{
+            f"{_flag(name)} must be 0 or more": not _is(args, name, lambda v: v >= 0)
+            for name in ("tokens", "latency_us")
+        },
+        "--compute-ms and --tflops contradict each other; give one": None not in (args.compute_ms, args.tflops),
         "give --compute-ms, or --tflops and --tokens": args.compute_ms is None and not (args.tflops and args.tokens),
-        "--compute-ms must be above 0": args.compute_ms is not None and not args.compute_ms > 0,
         "give --bandwidth-gbit and --ranks, or --measure": not args.measure
         and (args.bandwidth_gbit is None or args.ranks is None),
-        "--bandwidth-gbit must be above 0": args.bandwidth_gbit is not None and not args.bandwidth_gbit > 0,
-        "--ranks must be 1 or more": args.ranks is not None and args.ranks < 1,
+        "--measure measures the link; leave out --bandwidth-gbit and --latency-us": args.measure
+        and (args.bandwidth_gbit is not None or args.latency_us > 0),
+        f"--plot {args.plot} is a folder; name a file": args.plot is not None and args.plot.is_dir(),
+        f"--plot {args.plot}: its folder does not exist": args.plot is not None and not args.plot.parent.is_dir(),
     }
     for message, wrong in problems.items():
         if wrong:
             raise ValueError(message)
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
+
+
+def _is(args: argparse.Namespace, name: str, right: Callable[[float], bool]) -> bool:
+    """Whether a number, if given, is finite and `right`."""
+    value = getattr(args, name)
+    return value is None or (math.isfinite(value) and right(value))

@@ -70,8 +70,26 @@ def test_the_command_prints_a_table_and_draws(tmp_path: Path, capsys: pytest.Cap
         (["--bandwidth-gbit", "0"], "--bandwidth-gbit must be above 0"),
         (["--micro-batches", "0"], "--micro-batches must be 1 or more"),
         (["--compute-ms", "-1"], "--compute-ms must be above 0"),
+        (["--parameters", "inf"], "--parameters must be above 0 and finite"),
+        (["--bandwidth-gbit", "1e-310"], "inf s of exchange"),
+        (["--latency-us", "-5"], "--latency-us must be 0 or more"),
+        (["--latency-us", "nan"], "--latency-us must be 0 or more"),
+        (["--tokens", "-5"], "--tokens must be 0 or more"),
+        (["--max-micro-batches-per-half", "0"], "--max-micro-batches-per-half must be 1 or more"),
+        (["--tflops", "100"], "--compute-ms and --tflops contradict each other"),
+        (["--plot", "."], "--plot . is a folder"),
+        (["--plot", "nowhere/plan.png"], "its folder does not exist"),
+        (["--measure"], "--measure measures the link; leave out --bandwidth-gbit"),
     ],
 )
 def test_bad_numbers_are_named(change: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*WORDS, *change]) == 2
-    assert message in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert message in printed.err and printed.err.count("\n") == 1 and not printed.out
+
+
+def test_measuring_alone_says_how_to_start(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert main("plan --parameters 1e6 --micro-batches 8 --compute-ms 250 --measure".split()) == 2
+    assert "start it with the deepspeed launcher" in capsys.readouterr().err
