@@ -57,8 +57,14 @@ class UpdateFigures:
 class Adviser:
     """Follows the rounds of a run."""
 
-    def __init__(self, config: AccoConfig) -> None:
+    def __init__(self, config: AccoConfig, steps: int = 2) -> None:
+        """
+        Args:
+            config: of the run.
+            steps: configured micro-batches per rank and update; with adaptive accumulation the least of them.
+        """
         self._config = config
+        self.steps = steps
         self.restart(config.mode)
 
     def restart(self, mode: Mode) -> None:
@@ -128,7 +134,24 @@ class Adviser:
         """Seconds per update with synchronous rounds, and with the mode's."""
         compute = statistics.median(figures.compute for figures in window)
         exchange = statistics.median(figures.exchange or 0.0 for figures in window)
+        if self._config.adaptive:
+            per_micro_batch = statistics.median(figures.compute / max(1, figures.micro_batches) for figures in window)
+            return self._predict_adaptive(Costs(per_micro_batch, exchange))
         return compute + exchange, self._mode_time(self._halves(window), exchange)
+
+    def _predict_adaptive(self, costs: Costs) -> tuple[float, float]:
+        """As `_predict`, for the micro-batches of the configured update.
+
+        An adaptive update has more of them than a synchronous one: what can be compared is the time of each.
+        """
+        config, parts = self._config, [self.steps]
+        if config.mode is Mode.ACCO:
+            first = config.first_half_micro_batches(self.steps)
+            parts = [first, self.steps - first]
+        covers = math.ceil(costs.exchange / costs.compute - 1e-9)
+        counts = [max(least, min(config.max_micro_batches_per_half, covers)) for least in parts]
+        hidden = self._mode_time([count * costs.compute for count in counts], costs.exchange)
+        return costs.sync(self.steps), hidden * self.steps / sum(counts)
 
     def _halves(self, window: Sequence[UpdateFigures]) -> tuple[float, ...]:
         last = window[-1]

@@ -83,7 +83,7 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         self._reports: deque[RoundReport] = deque(maxlen=1024)
         self._buffers = GradBuffers(self.bit16_groups_flat, self._slots(), self.gradient_accumulation_dtype)
         self.clock = DeviceClock()
-        self.adviser = Adviser(acco)
+        self.adviser = Adviser(acco, self._steps)
         self.lane = Lane(f"acco-lane-{dist.get_rank()}", group_limit(self.dp_process_group))
         self._own_groups = [clone_group(self.dp_process_group)]
         exchange = make_exchange(self._own_groups[0], self.communication_data_type)
@@ -231,6 +231,7 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         return self._plan
 
     def _plan_next(self) -> UpdatePlan:
+        self.adviser.steps = self._steps
         return plan_update(self.acco, self.update, self._steps, self.adviser.mode(self.update))
 
     # ---- rounds ---------------------------------------------------------------------------------------------------

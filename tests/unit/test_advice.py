@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import pytest
@@ -133,6 +134,28 @@ def test_fall_back_and_return_at_boundaries_that_all_ranks_know() -> None:
     modes = follow(adviser, range(20, 60), exchange=0.2)
     assert modes[-1] == "acco" and modes.count("sync") >= TRIAL
     assert "acco rounds from update" in adviser.take_lines()[0]
+
+
+def test_adaptive_accumulation_falls_back_only_where_a_micro_batch_gets_cheaper() -> None:
+    """4 micro-batches of 0.25 s configured, 16 per update at the limit of 8, T = 3 s: 0.375 s each, 1 s with `sync`."""
+
+    def modes(limit: int, count: int, exchange: float) -> list[str]:
+        section = {"accumulation": "adaptive", "fallback": "auto", "max_micro_batches_per_half": limit}
+        adviser, seen = Adviser(AccoConfig.from_dict(section), steps=4), []
+        for number in range(20):
+            seen.append(adviser.mode(number).value)
+            acco = seen[-1] == "acco"
+            for report in update(number, seen[-1], exchange):
+                per_rank = count if acco else 4
+                ranks = tuple(RankFigures(per_rank, per_rank * 0.25, exchange, 0.0, 0.0, 0.0) for _ in report.by_rank)
+                adviser.add(dataclasses.replace(report, by_rank=ranks))
+        return seen
+
+    # By the seconds of whole updates, 6 s against 4 + 3 s and at 5 s 10 against 9, the second would fall back.
+    assert set(modes(limit=8, count=8, exchange=3.0)) == {"acco"}
+    assert set(modes(limit=8, count=8, exchange=5.0)) == {"acco"}
+    # At a limit that leaves no more than the configured halves it is what fixed accumulation is.
+    assert modes(limit=2, count=2, exchange=3.0)[-1] == "sync"
 
 
 def test_a_choice_on_the_edge_comes_to_rest() -> None:
