@@ -69,7 +69,12 @@ def describe_batch(config: Mapping[str, Any], dp_world_size: int, acco: AccoConf
     if acco is None or not acco.enabled:
         return f"{line}; DeepSpeed's own rule, one exchange per update"
     if acco.adaptive:
-        line += f", and more while an exchange is under way (at most {acco.max_micro_batches_per_half} per half)"
+        first = acco.first_half_micro_batches(steps) if acco.mode is Mode.ACCO else 0
+        most = acco.max_micro_batches_per_half
+        if most > min(first or steps, steps - first):
+            line += f", and more while an exchange is under way (at most {most} per half)"
+        else:
+            line += f', and never more: "acco.max_micro_batches_per_half" is {most}; raise it'
     if acco.mode is not Mode.ACCO:
         waited = " and waited for" if acco.mode is Mode.SYNC else " behind the next update's compute"
         return f"{line}; mode {acco.mode.value}, one exchange per update{waited}"

@@ -460,6 +460,10 @@ def test_batch_meaning_of_accumulation_steps_is_told() -> None:
     assert "after the first 2 and a commit after the other 3" in line
     assert "one exchange per update" in describe_batch(resolved, 3, None)
     assert "mode dpu" in describe_batch(resolved, 3, AccoConfig.from_dict({"mode": "dpu"}))
+    half = resolved["gradient_accumulation_steps"] // 2
+    for limit, said in ((half + 1, f"at most {half + 1} per half"), (half, f'per_half" is {half}; raise it')):
+        section = {"accumulation": "adaptive", "max_micro_batches_per_half": limit}
+        assert said in describe_batch(resolved, 3, AccoConfig.from_dict(section))
     assert "waited for" in describe_batch(resolved, 3, AccoConfig.from_dict({"mode": "sync"}))
 
 
