@@ -62,6 +62,12 @@ class Run:
         else:
             self.state.consumed_train_samples += self.arguments.global_batch_size
 
+    def count_all_samples(self) -> None:
+        """With adaptive accumulation: count those of the update in flight, too, after waiting for it."""
+        if self.arguments.adaptive:
+            megatron_acco.drain(self.engine)
+            self.count_samples()
+
     def gather_positions(self) -> None:
         """Note how far every replica is in its stream. Collective."""
         places: list[Any] = [None] * dist.get_world_size()
@@ -186,6 +192,7 @@ def evaluate_and_log(run: Run, kind: str, loader: DataLoader[Batch], name: str =
     """
     run.log.clock.pause()
     run.log.flush()
+    run.count_all_samples()
     started = time.perf_counter()
     with liveness.doing(f"evaluating at iteration {run.state.iteration}"):
         loss = evaluate(run.engine, loader, run.control)
@@ -204,9 +211,8 @@ def save(run: Run, background: bool = False) -> None:
     run.log.clock.pause()
     started = time.perf_counter()
     run.log.flush()
+    run.count_all_samples()
     if run.arguments.adaptive:
-        megatron_acco.drain(run.engine)
-        run.count_samples()
         run.gather_positions()
     run.log.note_time(run.state)
     with liveness.doing(f"saving a checkpoint at iteration {run.state.iteration}"):

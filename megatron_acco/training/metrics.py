@@ -40,6 +40,10 @@ class LoggingOptions:
             raise ValueError(f"--metrics-file {self.metrics_file} is a folder; name a file")
         if self.profile_rounds is not None and Path(self.profile_rounds).is_dir():
             raise ValueError(f"--profile-rounds {self.profile_rounds} is a folder; name a file")
+        if self.profile_rounds is not None and Path(self.profile_rounds).suffix == ".png":
+            raise ValueError(
+                f"--profile-rounds {self.profile_rounds} names the trace (.json); the picture stands beside it"
+            )
         if self.profile_start < 0 or self.profile_updates < 1:
             raise ValueError("--profile-start must be 0 or more and --profile-updates 1 or more")
         if self.log_interval < 1:
@@ -210,13 +214,12 @@ class TrainingLog:
         state.train_seconds = self.clock.seconds()
 
     def flush(self) -> None:
-        """Write the record that is waiting for its update to settle, after settling it."""
-        if self._pending is not None:
-            self._collect()
-            megatron_acco.drain(self.engine)
-            # An evaluation or a save waits for the round in flight; that says nothing about what compute hides.
-            self._collect(drained=True)
-            self._finish_pending()
+        """Settle the update in flight, before an evaluation or a save, and write the record that is waiting for it."""
+        self._collect()
+        megatron_acco.drain(self.engine)
+        # An evaluation or a save waits for the round in flight; that says nothing about what compute hides.
+        self._collect(drained=True)
+        self._finish_pending()
 
     def write_profile(self, at_end: bool = False) -> None:
         """Write the profile if it is complete, or what there is of it at the end. Collective over all ranks."""
@@ -270,7 +273,8 @@ class TrainingLog:
         elapsed = self.clock.lap()
         self.note_time(state)
         samples = state.consumed_train_samples - self._consumed
-        self._consumed = state.consumed_train_samples
+        if not (isinstance(self.engine, megatron_acco.AccoEngine) and self.engine.acco.adaptive):
+            self._consumed = state.consumed_train_samples
         record = IterationRecord(
             iteration=state.iteration,
             consumed_samples=state.consumed_train_samples,
@@ -313,9 +317,13 @@ class TrainingLog:
             settled = [self._commits.pop(update) for update in list(self._commits) if update < record.iteration]
             record.skipped_iterations = sum(not commit.applied for commit in settled)
             if settled:  # adaptive accumulation knows an update's samples when its commit is done
-                count = sum(commit.micro_batches for commit in settled) / len(settled)
-                samples = count * self.engine.train_micro_batch_size_per_gpu()
+                micro_batch = self.engine.train_micro_batch_size_per_gpu()
+                samples = sum(commit.micro_batches for commit in settled) / len(settled) * micro_batch
                 record.global_batch_size = round(samples)
+                if self.engine.acco.adaptive:
+                    self._consumed += sum(commit.micro_batches for commit in settled) * micro_batch
+                    record.consumed_samples = self._consumed
+                    record.consumed_tokens = self._consumed * self.sequence_length
                 record.tokens_per_second = samples * self.sequence_length * 1000.0 / record.elapsed_ms_per_iteration
         rounds = [r for r in self._rounds if r.report.update < record.iteration]
         self._rounds = [r for r in self._rounds if r.report.update >= record.iteration]

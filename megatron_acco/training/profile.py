@@ -49,6 +49,8 @@ class RoundProfile:
         Collective over all ranks, which see the same update settle in the same call. Returns the trace's path on rank
         0 if it was written.
         """
+        if at_end and not self._reports and not self._settled and dist.get_rank() == 0:
+            print(f" WARNING: no profile of the rounds: training ended before update {self._first}", flush=True)
         if not self._reports or not (self._settled or at_end):
             return None
         own = [span for report in self._reports for span in self._spans(report)]

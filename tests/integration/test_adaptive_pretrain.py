@@ -49,7 +49,8 @@ def test_adaptive_run_ends_by_samples_and_goes_on_where_its_streams_were(
     assert names == {"first half", "second half", "reduce-scatter", "optimizer", "all-gather"}
     assert trace.with_suffix(".png").stat().st_size > 1000
 
-    output = succeed(words)
+    output = succeed([*words, "--profile-rounds", str(tmp_path / "none.json"), "--profile-start", "1000"])
+    assert "no profile of the rounds: training ended before update 1012" in output
     assert f"training from sample {sum(positions)} to 400" in output
     assert 400 <= records(save, "validation")[-1]["consumed_samples"] < 600
     counts = [record["micro_batches_by_rank"] for record in records(save) if record["micro_batches_by_rank"]]
@@ -57,3 +58,10 @@ def test_adaptive_run_ends_by_samples_and_goes_on_where_its_streams_were(
     # Also of the first update after the resume, whose samples are counted when its commit is done.
     assert all(record["global_batch_size"] >= 4 and record["tokens_per_second"] > 0 for record in records(save))
     assert all(len(record["exposed_wait_ms_by_rank"]) == 2 for record in records(save)[1:5])
+    # The samples of a record are those that its weights have seen, of an evaluation too.
+    seen, trained = 0, {0: 0}
+    for record in records(save):
+        seen = trained[record["iteration"]] = seen + record["global_batch_size"]
+        assert record["consumed_samples"] == seen and record["consumed_tokens"] == 32 * seen
+    assert trained[12] == sum(positions)
+    assert all(trained[record["iteration"]] == record["consumed_samples"] for record in records(save, "validation"))

@@ -201,6 +201,8 @@ def test_a_scheduler_section_is_refused() -> None:
 def test_a_profile_of_rounds_needs_rounds() -> None:
     with pytest.raises(ValueError, match="--profile-rounds shows the rounds of ACCO"):
         with_json(JSON, "--lr", "1e-3", "--profile-rounds", "rounds.json")
+    with pytest.raises(ValueError, match=r"rounds\.png names the trace"):
+        with_json(JSON, "--lr", "1e-3", "--profile-rounds", "rounds.png")
 
 
 def test_batch_sizes_that_do_not_multiply_show_all_numbers() -> None:
