@@ -74,6 +74,7 @@ class Run:
         own = (parallel_state.get_data_parallel_rank(), self.position)
         dist.all_gather_object(places, own, group=self.control)
         self.state.micro_batches_by_rank = [position for _, position in sorted(set(places))]
+        self.state.micro_batch_size = self.arguments.micro_batch_size
 
 
 def train(run: Run, launcher: Sequence[int] = ()) -> Stop:
@@ -214,6 +215,8 @@ def save(run: Run, background: bool = False) -> None:
     run.count_all_samples()
     if run.arguments.adaptive:
         run.gather_positions()
+    else:
+        run.state.micro_batches_by_rank = []  # of adaptive updates before
     run.log.note_time(run.state)
     with liveness.doing(f"saving a checkpoint at iteration {run.state.iteration}"):
         saved = run.checkpointer.start_save(run.state, background)

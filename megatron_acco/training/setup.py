@@ -193,7 +193,9 @@ def build_run(plan: Plan, ranks: Ranks) -> Run:
         engine, arguments.logging, metrics, control, _length(arguments), arguments.training.seq_length, state
     )
     run = Run(arguments, engine, state, *_loaders(plan, state), log, checkpointer, control, found)
-    run.position = state.position(parallel_state.get_data_parallel_rank(), plan.identity.ranks)
+    run.position = state.position(
+        parallel_state.get_data_parallel_rank(), plan.identity.ranks, plan.arguments.micro_batch_size
+    )
     environment.seed_dropout(arguments.training.seed)
     if found is not None:
         checkpointer.restore_generators()
@@ -261,7 +263,8 @@ def _loaders(plan: Plan, state: TrainState) -> tuple[Any, Any, Any]:
     micro_batch, total = arguments.micro_batch_size, arguments.train_samples
     order: Sampler[list[int]]
     if arguments.adaptive:
-        order = OwnStreamSampler(total * _FASTEST, state.position(rank, ranks), micro_batch, rank, ranks)
+        position = state.position(rank, ranks, micro_batch)
+        order = OwnStreamSampler(total * _FASTEST, position, micro_batch, rank, ranks)
     else:
         order = ConsumedSampleSampler(total, state.consumed_train_samples, micro_batch, rank, ranks)
     # A micro-batch of short examples need not be computed at full length.

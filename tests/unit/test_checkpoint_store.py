@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import itertools
 import json
 import os
 import shutil
@@ -23,11 +24,13 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_acco.training.batches import OwnStreamSampler
 from megatron_acco.training.checkpoint import (
     CheckpointOptions,
     Identity,
     Reader,
     Search,
+    TrainState,
     find_checkpoint,
     refuse_other_writers,
     store,
@@ -519,3 +522,25 @@ def test_an_update_whose_data_is_not_all_there_is_not_begun() -> None:
         )
 
     assert last_iteration(run(40, 0)) == 10 and last_iteration(run(11, 3)) == 5 and last_iteration(run(3, 3)) == 3
+
+
+@pytest.mark.parametrize(("ranks", "size"), [(2, 2), (3, 2), (1, 2), (2, 1), (2, 4), (3, 1)])
+@pytest.mark.parametrize("positions", [[7, 4], [3, 3], []])
+def test_B53_streams_that_are_cut_anew_bring_no_sample_twice(positions: list[int], ranks: int, size: int) -> None:
+    """Adaptive accumulation, 2 samples per micro-batch at the save (or 23 of fixed accumulation), resumed otherwise."""
+
+    def stream(position: int, rank: int, of: int, micro_batch: int) -> Iterator[list[int]]:
+        return iter(OwnStreamSampler(10_000, position, micro_batch, rank, of))
+
+    used = set(range(23)) if not positions else set()
+    for rank, done in enumerate(positions):
+        used.update(*itertools.islice(stream(0, rank, 2, 2), done))
+    state = TrainState(0, 23, micro_batches_by_rank=positions, micro_batch_size=2 if positions else 0)
+    coming = [
+        sample
+        for rank in range(ranks)
+        for batch in itertools.islice(stream(state.position(rank, ranks, size), rank, ranks, size), 9)
+        for sample in batch
+    ]
+    assert len(set(coming)) == len(coming) and not used & set(coming)
+    assert min(coming) <= len(used) + 2 * 2 * (7 - 4) + ranks * size, "not much is left out"

@@ -107,6 +107,7 @@ class TrainState:
         best_validation_loss: lowest validation loss so far.
         train_seconds: wall clock spent in the training loop, evaluations and saves left out.
         micro_batches_by_rank: with adaptive accumulation, micro-batches that each data-parallel rank has done.
+        micro_batch_size: samples in each of those; 0, in checkpoints of earlier releases, as many as now.
     """
 
     iteration: int = 0
@@ -114,16 +115,19 @@ class TrainState:
     best_validation_loss: float = float("inf")
     train_seconds: float = 0.0
     micro_batches_by_rank: list[int] = field(default_factory=list)
+    micro_batch_size: int = 0
 
-    def position(self, rank: int, ranks: int) -> int:
+    def position(self, rank: int, ranks: int, micro_batch_size: int) -> int:
         """Micro-batches that data-parallel rank `rank` of `ranks` has done of its own stream of samples.
 
-        On another number of ranks the streams are cut anew, behind the furthest rank: no sample comes twice.
+        On another number of ranks, with another size of micro-batches and after fixed accumulation the streams are cut
+        anew, behind the furthest rank: no sample comes twice.
         """
-        before = self.micro_batches_by_rank
-        if len(before) == ranks:
+        before, size = self.micro_batches_by_rank, self.micro_batch_size or micro_batch_size
+        if len(before) == ranks and size == micro_batch_size:
             return before[rank]
-        return -(-max(before, default=0) * len(before) // ranks)
+        used = max(before) * len(before) * size if before else self.consumed_train_samples
+        return -(-used // (ranks * micro_batch_size))
 
 
 @dataclass(frozen=True)
