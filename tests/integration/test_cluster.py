@@ -164,37 +164,6 @@ def test_links_have_their_rate_in_both_directions_at_once_and_a_cut_one_fails_it
         assert all("Timed out waiting 5000ms" in job.output(rank) for rank in range(2))
 
 
-@needs_cluster
-def test_a_link_cut_for_a_moment_loses_nothing(cluster: Cluster) -> None:
-    script = """if True:
-        import os, torch, torch.distributed as dist
-        dist.init_process_group("gloo")
-        total = torch.zeros(1)
-        for step in range(60):
-            part = torch.full((200_000,), float(step))
-            dist.all_reduce(part)
-            total += part[0]
-            print(step, flush=True)
-        print("total", total.item(), flush=True)
-        dist.barrier()
-        dist.destroy_process_group()
-    """
-    for host in range(2):
-        cluster.set_rate(host, "50mbit")
-    job = cluster.launch([sys.executable, "-c", script], capture=True)
-    _wait_for(job, "10\n")
-    cluster.cut(0)
-    time.sleep(0.5)
-    stopped = job.output(1)
-    time.sleep(0.5)
-    assert job.output(1) == stopped and "total" not in stopped, "a cut link lets nothing through"
-    cluster.restore(0)
-    assert job.wait(TIME_LIMIT) == [0, 0]
-    assert all("total 3540.0" in job.output(rank) for rank in range(2))
-    for host in range(2):
-        cluster.set_rate(host, None)
-
-
 def _wait_for(job, text: str) -> None:  # type: ignore[no-untyped-def]
     """Until every rank has written `text`."""
     deadline = time.monotonic() + TIME_LIMIT
@@ -202,25 +171,6 @@ def _wait_for(job, text: str) -> None:  # type: ignore[no-untyped-def]
         assert all(process.poll() is None for process in job.processes), job.output(0) + job.output(1)
         assert time.monotonic() < deadline, job.output(0) + job.output(1)
         time.sleep(0.05)
-
-
-@needs_cluster
-def test_the_deepspeed_launcher_reaches_all_hosts_over_pdsh_and_ssh(cluster: Cluster, tmp_path: Path) -> None:
-    script = tmp_path / "train.py"
-    script.write_text(
-        "import os, socket, torch\n"
-        "torch.distributed.init_process_group('gloo')\n"
-        "x = torch.tensor([float(os.environ['RANK']) + 1])\n"
-        "torch.distributed.all_reduce(x)\n"
-        "open(os.path.join(os.path.dirname(__file__), socket.gethostname()), 'w').write(\n"
-        '    f\'{os.environ["RANK"]} {x.item()} {os.environ["MASTER_ADDR"]} {os.environ["TOLD"]}\')\n'
-        "torch.distributed.destroy_process_group()\n"  # else gloo's threads may abort the interpreter as it ends
-    )
-    run = cluster.deepspeed([str(script)], env={"TOLD": "yes"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-    out, _ = run.communicate(timeout=TIME_LIMIT)
-    assert run.returncode == 0, out.decode()
-    results = [(tmp_path / name).read_text() for name in cluster.names]
-    assert results == ["0 3.0 10.77.0.1 yes", "1 3.0 10.77.0.1 yes"]
 
 
 @needs_cluster
@@ -234,12 +184,13 @@ def test_the_command_runs_on_every_host_and_hands_on_the_exit_code() -> None:
 
 @needs_cluster
 def test_the_shaped_benchmark_measures_and_predicts(tmp_path: Path) -> None:
-    words = "--rate 200mbit --gas 2 --hidden-size 64 --num-layers 1 --seq-length 64 --turns 1 --block 1 --out".split()
+    words = "--rate 200mbit --gas 2 --hidden-size 64 --num-layers 1 --seq-length 64 --turns 1 --block 1".split()
+    words += "--methods compute zero1 acco adaptive --out".split()
     command = [sys.executable, "-m", "benchmarks.shaped", *words, str(tmp_path / "shaped.json")]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.returncode == 0, result.stdout + result.stderr
     methods = json.loads((tmp_path / "shaped.json").read_text())["methods"]
-    assert list(methods) == ["compute", "zero1", "zero1-overlap", "acco", "adaptive"]
+    assert list(methods) == ["compute", "zero1", "acco", "adaptive"]
     for name, figures in methods.items():
         assert min(figures["tokens_per_second"]) > 0 and figures["predicted"] > 0 and name in result.stdout
     assert methods["acco"]["rounds"]["micro_batches_per_update"] == 4.0  # 2 on each of 2 ranks
