@@ -20,7 +20,7 @@ from megatron.core import parallel_state, tensor_parallel
 
 from megatron_acco.hosts import meeting
 from megatron_acco.hosts.judge import Verdict
-from megatron_acco.hosts.ranks import Ranks, discover_ranks
+from megatron_acco.hosts.ranks import Ranks
 from megatron_acco.shared_memory import release_shared_memory
 from megatron_acco.training import liveness
 from megatron_acco.training.without_cuda import support_cpu
@@ -33,8 +33,6 @@ EXIT_BAD_INPUT = 2
 """Arguments, JSON, data or checkpoint were refused before the model was built."""
 EXIT_SIGNAL = 75
 """Stopped by SIGTERM, SIGUSR1 or Ctrl-C; if there is a --save folder, it holds a checkpoint to resume from."""
-
-__all__ = ["Ranks", "discover_ranks"]
 
 _SEEDS_PER_REPLICA = 10_000
 

@@ -10,10 +10,10 @@ import torch.distributed as dist
 from megatron_acco.config import acco_config
 from megatron_acco.ds_json import describe_batch
 from megatron_acco.hosts.meeting import HostsRefused
+from megatron_acco.hosts.ranks import Ranks, discover_ranks
 from megatron_acco.training import environment
 from megatron_acco.training.checkpoint import Refused, SaveError
 from megatron_acco.training.control import Stop
-from megatron_acco.training.environment import Ranks
 from megatron_acco.training.loop import Run, train
 from megatron_acco.training.setup import Plan, build_run, make_plan
 
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None, launcher: Sequence[int] = ()) -> int
     """
     ranks: Ranks | None = None
     try:
-        ranks = environment.discover_ranks()
+        ranks = discover_ranks()
         threads = environment.set_threads(ranks)
         plan = make_plan(argv, ranks)
     except ValueError as error:

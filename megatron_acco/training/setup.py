@@ -18,6 +18,7 @@ from torch.utils.data import Sampler
 import megatron_acco
 from megatron_acco import ds_json
 from megatron_acco.hosts.meeting import HostsRefused
+from megatron_acco.hosts.ranks import Ranks
 from megatron_acco.ops import prepare_cpu_ops
 from megatron_acco.training import environment, liveness
 from megatron_acco.training.arguments import Arguments, parse_arguments, resolve
@@ -45,7 +46,6 @@ from megatron_acco.training.checkpoint import (
 )
 from megatron_acco.training.checkpoint.weights import Weights, check_weights, find_weights, load_weights
 from megatron_acco.training.data import Datasets, build_datasets
-from megatron_acco.training.environment import Ranks
 from megatron_acco.training.loop import Run
 from megatron_acco.training.metrics import MetricsFile, TrainingLog
 from megatron_acco.training.model import build_model, parameter_groups

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 
+from megatron_acco.hosts.ranks import Ranks, discover_ranks
 from megatron_acco.training import environment
 from megatron_acco.training.arguments import _GROUPS, Arguments, parse_arguments, parser, resolve
 from megatron_acco.training.options import flag_of
@@ -297,31 +298,31 @@ def test_weight_decay_spares_the_groups_without() -> None:
 
 def test_launcher_variables_are_read() -> None:
     environ = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2", "MASTER_ADDR": "h"}
-    assert environment.discover_ranks(environ) == environment.Ranks(3, 4, 1, 2)
+    assert discover_ranks(environ) == Ranks(3, 4, 1, 2)
 
 
 def test_ranks_are_derived_from_slurm() -> None:
     environ = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "1", "SLURM_NNODES": "1"}
-    ranks = environment.discover_ranks(environ)
+    ranks = discover_ranks(environ)
     assert (ranks.rank, ranks.world_size, environ["MASTER_ADDR"]) == (1, 2, "127.0.0.1")
 
 
 def test_slurm_on_several_nodes_needs_the_address() -> None:
     environ = {"SLURM_PROCID": "1", "SLURM_NTASKS": "2", "SLURM_LOCALID": "0", "SLURM_NNODES": "2"}
     with pytest.raises(ValueError, match=r"Slurm.* as rank 1 of 2, but MASTER_ADDR"):
-        environment.discover_ranks(environ)
+        discover_ranks(environ)
 
 
 def test_a_world_size_without_a_rank_is_refused() -> None:
     with pytest.raises(ValueError, match="WORLD_SIZE is 2 but RANK is not set"):
-        environment.discover_ranks({"WORLD_SIZE": "2"})
+        discover_ranks({"WORLD_SIZE": "2"})
     with pytest.raises(ValueError, match="RANK 2 is not among the 2 ranks"):
-        environment.discover_ranks({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "h"})
+        discover_ranks({"RANK": "2", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "MASTER_ADDR": "h"})
 
 
 def test_a_process_of_its_own_is_one_rank() -> None:
     environ: dict[str, str] = {}
-    assert environment.discover_ranks(environ) == environment.Ranks(0, 1, 0, 1)
+    assert discover_ranks(environ) == Ranks(0, 1, 0, 1)
     assert environ["MASTER_ADDR"] == "127.0.0.1" and int(environ["MASTER_PORT"]) > 0
 
 
@@ -331,9 +332,9 @@ def test_threads_are_the_cores_shared_by_the_ranks_of_the_node(monkeypatch: pyte
     try:
         monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
         assert "threads per rank: 4 (cores / ranks on the node; 8 cores, 2 ranks" in environment.set_threads(
-            environment.Ranks(0, 4, 0, 2)
+            Ranks(0, 4, 0, 2)
         )
         monkeypatch.setenv("OMP_NUM_THREADS", "4")
-        assert "OMP_NUM_THREADS" in environment.set_threads(environment.Ranks(0, 4, 0, 2))
+        assert "OMP_NUM_THREADS" in environment.set_threads(Ranks(0, 4, 0, 2))
     finally:
         torch.set_num_threads(before)
