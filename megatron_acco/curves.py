@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-import json
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from megatron_acco.report.runs import Record, Records, read_records
 
 
 @dataclass(frozen=True)
@@ -36,29 +38,19 @@ def read_curves(path: Path, name: str) -> Curves:
     Raises:
         ValueError: no such file, a damaged line, or no losses in it.
     """
-    if not path.is_file():
-        raise ValueError(f"{path}: no such file")
-    found: dict[str, dict[int, Point]] = {"train": {}, "validation": {}}
-    lines = path.read_text().splitlines()
-    for number, line in enumerate(lines, start=1):
-        try:
-            _add(found, json.loads(line))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            if number < len(lines):
-                raise ValueError(f"{path}, line {number} is not a record of a training log: {error}") from error
-    training, validation = ([points[key] for key in sorted(points)] for points in found.values())
-    if not training and not validation:
+    curves = curves_of(name, read_records(path))
+    if not curves.training and not curves.validation:
         raise ValueError(f"{path} holds no losses yet")
-    return Curves(name, training, validation)
+    return curves
 
 
-def _add(found: dict[str, dict[int, Point]], record: dict[str, Any]) -> None:
-    points = found.get(record["kind"])
-    if points is None or record["lm_loss"] is None:
-        return
-    points[int(record["iteration"])] = Point(
-        int(record["iteration"]),
-        int(record["consumed_tokens"]),
-        float(record["train_seconds"]),
-        float(record["lm_loss"]),
-    )
+def curves_of(name: str, records: Records) -> Curves:
+    """The curves of records that have been read."""
+    return Curves(name, _points(records.train), _points(records.validation))
+
+
+def _points(records: Sequence[Record]) -> list[Point]:
+    values = [
+        (r.iteration, r.number("consumed_tokens"), r.number("train_seconds"), r.number("lm_loss")) for r in records
+    ]
+    return [Point(i, int(tokens), s, loss) for i, tokens, s, loss in values if math.isfinite(tokens + s + loss)]

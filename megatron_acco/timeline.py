@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ _COLORS = {
     "optimizer": "#54a24b",
     "all-gather": "#ffbf79",
 }
+_HEAD = b'{"traceEvents": ['
 
 
 @dataclass(frozen=True)
@@ -71,8 +73,47 @@ def write_trace(spans: Sequence[Span], path: Path) -> None:
     path.write_text(json.dumps(chrome_trace(spans)))
 
 
+def is_trace(path: Path) -> bool:
+    """Whether a file begins as the traces of `write_trace` do."""
+    try:
+        with path.open("rb") as file:
+            return file.read(len(_HEAD)) == _HEAD
+    except OSError:
+        return False
+
+
+def read_trace(path: Path) -> list[Span]:
+    """The spans of a trace that `write_trace` wrote, to the microsecond.
+
+    Raises:
+        ValueError: it is damaged, or not of that form.
+    """
+    rows = {0: COMPUTE, 1: LANE}
+    try:
+        events = [event for event in json.loads(path.read_text(encoding="utf-8"))["traceEvents"] if event["ph"] == "X"]
+        spans = []
+        for event in events:
+            row, start, seconds = rows[event["tid"]], 1e-6 * float(event["ts"]), 1e-6 * float(event["dur"])
+            if not (math.isfinite(start) and math.isfinite(seconds)):
+                raise ValueError("a time is not finite")
+            update, kind = int(event["args"]["update"]), str(event["args"]["round"])
+            spans.append(Span(int(event["pid"]), row, str(event["name"]), start, seconds, update, kind))
+        return spans
+    except (KeyError, TypeError, AttributeError, OverflowError) as error:
+        raise ValueError(f"no trace of rounds: {error!r}") from error
+
+
 def draw(spans: Sequence[Span], path: Path) -> None:
-    """Draw the timeline to `path` (PNG, PDF or SVG by its suffix): two rows per rank, time to the right.
+    """Draw the timeline to `path` (PNG, PDF or SVG by its suffix).
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+    """
+    figure(spans).savefig(path, dpi=120)
+
+
+def figure(spans: Sequence[Span], width: float = 14.0) -> Any:
+    """The timeline as a matplotlib figure, `width` inches wide: two rows per rank, time to the right.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
@@ -82,9 +123,9 @@ def draw(spans: Sequence[Span], path: Path) -> None:
     from matplotlib.patches import Patch
 
     ranks = sorted({span.rank for span in spans})
-    figure = Figure(figsize=(14.0, 1.2 + 0.9 * len(ranks)), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.subplots()
+    result = Figure(figsize=(width, 1.2 + 0.9 * len(ranks)), layout="constrained")
+    FigureCanvasAgg(result)
+    axes = result.subplots()
     places = {(rank, row): 2 * i + j for i, rank in enumerate(ranks) for j, row in enumerate((COMPUTE, LANE))}
     for (rank, row), place in places.items():
         own = [span for span in spans if (span.rank, span.row) == (rank, row)]
@@ -99,5 +140,5 @@ def draw(spans: Sequence[Span], path: Path) -> None:
     axes.invert_yaxis()
     axes.set_xlabel("seconds")
     names = [name for name in _COLORS if any(span.name == name for span in spans)]
-    figure.legend([Patch(color=_COLORS[name]) for name in names], names, loc="outside upper center", ncols=len(names))
-    figure.savefig(path, dpi=120)
+    result.legend([Patch(color=_COLORS[name]) for name in names], names, loc="outside upper center", ncols=6)
+    return result

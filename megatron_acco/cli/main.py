@@ -17,9 +17,22 @@ from megatron_acco.cli import (
     plot,
     prepare_corpus,
     preprocess_data,
+    report,
 )
 
-SUBCOMMANDS = (launch, doctor, plan, preprocess_data, prepare_corpus, plot, evaluate, generate, export, import_model)
+SUBCOMMANDS = (
+    launch,
+    doctor,
+    plan,
+    preprocess_data,
+    prepare_corpus,
+    plot,
+    report,
+    evaluate,
+    generate,
+    export,
+    import_model,
+)
 
 
 def build_parser() -> argparse.ArgumentParser:

@@ -7,6 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from megatron_acco.curves import Curves, read_curves
+from megatron_acco.report.figures import LIGHT, loss
+from megatron_acco.report.runs import split_name
 
 
 def add_parser(subparsers: Any) -> None:
@@ -28,10 +30,8 @@ def run(args: argparse.Namespace) -> int:
     """Draw the picture."""
     curves = []
     for text in args.metrics:
-        name, separator, path = text.partition("=")
-        if not separator:
-            name, path = Path(text).parent.name, text
-        curves.append(read_curves(Path(path), name))
+        name, path = split_name(text)
+        curves.append(read_curves(path, name))
     draw(curves, args.out, args.title)
     print(f"wrote {args.out}")
     return 0
@@ -44,45 +44,9 @@ def draw(runs: list[Curves], out: Path, title: str | None = None) -> None:
         ValueError: matplotlib does not know the suffix of `out`.
         ModuleNotFoundError: matplotlib is not installed.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ModuleNotFoundError as error:
-        raise ModuleNotFoundError("matplotlib is not installed: pip install 'megatron-acco[plot]'") from error
-
-    # Without pyplot there is no window system to look for and no global state.
-    figure = Figure(figsize=(11, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    by_tokens, by_time = figure.subplots(1, 2, sharey=True)
-    for number, curves in enumerate(runs):
-        color = f"C{number % 10}"
-        for axes, horizontal in ((by_tokens, "tokens"), (by_time, "seconds")):
-            axes.plot(
-                [getattr(point, horizontal) for point in curves.training],
-                [point.loss for point in curves.training],
-                color=color,
-                alpha=0.35,
-                linewidth=1.0,
-                label=f"{curves.name}: training",
-            )
-            axes.plot(
-                [getattr(point, horizontal) for point in curves.validation],
-                [point.loss for point in curves.validation],
-                color=color,
-                marker="o",
-                markersize=3.5,
-                label=f"{curves.name}: validation",
-            )
-    by_tokens.set(xlabel="tokens", ylabel="loss (nats per token)", title="against tokens")
-    by_time.set(xlabel="seconds of training", title="against time")
-    by_tokens.xaxis.set_major_formatter(lambda value, position: _short(value))
-    for axes in (by_tokens, by_time):
-        axes.grid(alpha=0.3)
-        axes.set_xlim(left=0)
-    by_tokens.legend()
+    figure = loss(runs, LIGHT, size=(11.0, 4.5))
     if title:
         figure.suptitle(title)
-
     out.parent.mkdir(parents=True, exist_ok=True)
     temporary = out.with_name(f".partial-{out.name}")
     try:
@@ -90,10 +54,3 @@ def draw(runs: list[Curves], out: Path, title: str | None = None) -> None:
         temporary.replace(out)
     finally:
         temporary.unlink(missing_ok=True)
-
-
-def _short(count: float) -> str:
-    for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if abs(count) >= size:
-            return f"{count / size:g} {unit}"
-    return f"{count:g}"

@@ -17,6 +17,7 @@ from torch.utils.data import Sampler
 
 import megatron_acco
 from megatron_acco import ds_json
+from megatron_acco.hosts.facts import versions
 from megatron_acco.hosts.meeting import HostsRefused
 from megatron_acco.hosts.ranks import Ranks
 from megatron_acco.ops import prepare_cpu_ops
@@ -294,7 +295,8 @@ def _open_metrics(
     if dist.get_rank() == 0:
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            path.with_name("arguments.json").write_text(json.dumps(arguments.as_dict(), indent=2) + "\n")
+            resolved = {**arguments.as_dict(), "versions": versions()}
+            path.with_name("arguments.json").write_text(json.dumps(resolved, indent=2) + "\n")
             metrics = MetricsFile(path, state.iteration if resumed else None)
         except OSError as error:
             problem = [f"cannot write {path} and arguments.json beside it: {error}"]
