@@ -5,6 +5,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 . scripts/venv.sh
 . scripts/cluster_tools.sh
+. scripts/browser.sh
 ensure_venv test
 ensure_cluster_tools
 
@@ -15,11 +16,13 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 python -c 'from megatron_acco.ops import prepare_cpu_ops as prepare
 prepare(["ShareMemCommBuilder", "FusedAdamBuilder", "CPUAdamBuilder"])' >/dev/null 2>&1 &
 ops=$!
+ensure_browser &
+browser=$!
 say "ruff"
 ruff check .
 ruff format --check .
 say "mypy"
 mypy
 say "pytest"
-wait "$ops" || true
+wait "$ops" "$browser" || true
 exec python -m pytest "$@"

@@ -39,17 +39,16 @@ def run(args: argparse.Namespace) -> int:
     if out.suffix.lower() not in (".html", ".htm") or out.is_dir():
         raise ValueError(f"--out {out} must name a file that ends in .html")
     runs = read_runs(args.runs)
-    title = args.title or " · ".join(run.name for run in runs)
-    pictures = render(drawings(runs))
-    text = page(runs, pictures, title, versions())
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
+        pictures = render(drawings(runs))
         for picture in pictures if args.png else ():
             path = out.with_name(f"{out.stem}-{picture.drawing.key}.png")
             path.write_bytes(picture.light)
             print(f"wrote {path}")
     except OSError as error:
         raise ValueError(f"cannot write to {out.parent}: {error}") from error
-    write_text(out, text)
+    title = args.title or " · ".join(run.name for run in runs)
+    write_text(out, page(runs, pictures, title, versions()))
     print(f"wrote {out}")
     return 0

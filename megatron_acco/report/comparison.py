@@ -25,6 +25,7 @@ class Summary:
         tokens: trained on so far.
         seconds: spent in training so far.
         loss: of the last validation; NaN also if that was not finite.
+        common_loss: the validation loss at as many tokens as every run has been validated at.
         diverged: the last validation or the last training loss was not finite.
         tokens_per_second: median over the records, all ranks together.
         exposed: median share of the time that compute stood still for a round, 0 to 1.
@@ -38,6 +39,7 @@ class Summary:
     tokens: float
     seconds: float
     loss: float
+    common_loss: float
     diverged: bool
     tokens_per_second: float
     exposed: float
@@ -45,8 +47,23 @@ class Summary:
     seconds_to_loss: float
 
 
-def summarize(run: Run, target: float) -> Summary:
-    """The summary of a run; `target` is the common loss."""
+@dataclass(frozen=True)
+class Common:
+    """What all runs that were validated have reached: so many tokens, and this validation loss. NaN: none has been."""
+
+    tokens: float
+    loss: float
+
+
+def common(runs: Sequence[Run]) -> Common:
+    """The most tokens and the lowest validation loss that every run with finite validations has reached."""
+    curves = [curve for run in runs if (curve := _curve(run, "consumed_tokens"))]
+    tokens = min((curve[-1][0] for curve in curves), default=math.nan)
+    return Common(tokens, max((min(loss for _, loss in curve) for curve in curves), default=math.nan))
+
+
+def summarize(run: Run, reached: Common) -> Summary:
+    """The summary of a run."""
     train, validation = run.records.train, run.records.validation
     last = max((*train[-1:], *validation[-1:]), key=lambda record: record.iteration)
     return Summary(
@@ -56,11 +73,12 @@ def summarize(run: Run, target: float) -> Summary:
         tokens=max(_finite(record.number("consumed_tokens") for record in (*train, *validation)), default=math.nan),
         seconds=max(_finite(record.number("train_seconds") for record in (*train, *validation)), default=math.nan),
         loss=validation[-1].number("lm_loss") if validation else math.nan,
+        common_loss=loss_at(run, reached.tokens),
         diverged=any(math.isnan(record.number("lm_loss")) for record in (*train[-1:], *validation[-1:])),
         tokens_per_second=_median(record.number("tokens_per_second") for record in train),
         exposed=_median(exposed_share(record) for record in train),
         skipped=sum(skipped(record) for record in train),
-        seconds_to_loss=seconds_to(run, target),
+        seconds_to_loss=seconds_to(run, reached.loss),
     )
 
 
@@ -98,21 +116,21 @@ def micro_batches(run: Run) -> list[int]:
     return [int(sum(_finite(column))) for column in zip(*(c for c in counts if len(c) == ranks), strict=True)]
 
 
-def common_loss(runs: Sequence[Run]) -> float:
-    """The lowest validation loss that every run with one has reached; NaN if fewer than two have one."""
-    best = [min(losses) for run in runs if (losses := [loss for _, loss in _validation(run)])]
-    return max(best) if len(best) > 1 else math.nan
+def loss_at(run: Run, tokens: float) -> float:
+    """The validation loss after `tokens`, on straight lines between validations; NaN before the first of them."""
+    curve = _curve(run, "consumed_tokens")
+    for (before, first), (after, second) in zip(curve[:1] + curve, curve, strict=False):
+        if before <= tokens <= after:
+            return second if after == before else first + (second - first) * (tokens - before) / (after - before)
+    return math.nan
 
 
-def seconds_to(run: Run, target: float) -> float:
-    """Seconds of training until the validation loss was at most `target`, on straight lines between validations."""
-    before: tuple[float, float] | None = None
-    for seconds, loss in _validation(run):
-        if loss <= target:
-            if before is None or before[1] <= loss:
-                return seconds
-            return before[0] + (seconds - before[0]) * (before[1] - target) / (before[1] - loss)
-        before = seconds, loss
+def seconds_to(run: Run, loss: float) -> float:
+    """Seconds of training until the validation loss was at most `loss`, on straight lines between validations."""
+    curve = _curve(run, "train_seconds")
+    for (before, first), (after, second) in zip(curve[:1] + curve, curve, strict=False):
+        if second <= loss:
+            return after if first <= loss else before + (after - before) * (first - loss) / (first - second)
     return math.nan
 
 
@@ -137,8 +155,9 @@ def versions(runs: Sequence[Run]) -> list[tuple[str, list[str | None]]]:
     return [(name, [table.get(name) for table in tables]) for name in names]
 
 
-def _validation(run: Run) -> list[tuple[float, float]]:
-    pairs = [(record.number("train_seconds"), record.number("lm_loss")) for record in run.records.validation]
+def _curve(run: Run, horizontal: str) -> list[tuple[float, float]]:
+    """(tokens or seconds, loss) of every validation with a finite loss."""
+    pairs = [(record.number(horizontal), record.number("lm_loss")) for record in run.records.validation]
     return [pair for pair in pairs if not math.isnan(sum(pair))]
 
 

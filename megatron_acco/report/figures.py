@@ -158,7 +158,7 @@ def loss(runs: Sequence[Curves], theme: Theme, size: tuple[float, float] = (10.0
     for number, curves in enumerate(runs):
         for axes, horizontal in ((by_tokens, "tokens"), (by_time, "seconds")):
             for points, kind, style in (
-                (curves.training, "training", {"alpha": 0.35, "linewidth": 1.0}),
+                (curves.training, "training", {"alpha": 0.5, "linewidth": 1.0}),
                 (curves.validation, "validation", {"marker": "o", "markersize": 3.5}),
             ):
                 if points:

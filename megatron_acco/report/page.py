@@ -16,7 +16,7 @@ from html import escape
 
 from megatron_acco.report.comparison import (
     Summary,
-    common_loss,
+    common,
     differences,
     micro_batches,
     summarize,
@@ -123,35 +123,33 @@ def page(runs: Sequence[Run], pictures: Sequence[Picture], title: str, here: dic
 
 
 def _summary(runs: Sequence[Run]) -> str:
-    target = common_loss(runs)
-    rows = [summarize(run, target) for run in runs]
-    first = rows[0]
-    head = ["run", "method", "updates", "tokens", "time", "validation loss", "tokens/s", "waiting", "skipped"]
-    several = len(runs) > 1
-    if several:
-        head[6:6] = ["to the first"]
-        head[8:8] = ["to the first"]
-    if not math.isnan(target):
-        head += [f"time to {target:.4g}", "faster than the first"]
+    reached = common(runs)
+    rows = [summarize(run, reached) for run in runs]
+    several, first = len(runs) > 1, rows[0]
+    validated = several and not math.isnan(reached.loss)
+    head = ["run", "method", "updates", "tokens", "time", "validation loss"]
+    head += [f"at {_count(reached.tokens)} tokens", "to the first"] if validated else []
+    head += ["tokens/s", *(["to the first"] if several else []), "waiting", "skipped"]
+    head += [f"time to {reached.loss:.4g}", "faster than the first"] if validated else []
     cells = []
     for number, (run, row) in enumerate(zip(runs, rows, strict=True)):
         line = [row.method or "not known", _updates(row), _count(row.tokens), _duration(row.seconds), _loss(row)]
-        if several:
-            line.append("" if number == 0 else _relative(row.loss, first.loss))
+        if validated:
+            line += [_number(row.common_loss, ".4f"), _relative(row.common_loss, first.common_loss) if number else ""]
         line.append(_number(row.tokens_per_second, ",.0f"))
         if several:
-            line.append("" if number == 0 else _ratio(row.tokens_per_second, first.tokens_per_second))
+            line.append(_ratio(row.tokens_per_second, first.tokens_per_second) if number else "")
         line += [_number(row.exposed, ".1%"), str(row.skipped)]
-        if not math.isnan(target):
+        if validated:
             line.append(_duration(row.seconds_to_loss))
-            line.append("" if number == 0 else _ratio(first.seconds_to_loss, row.seconds_to_loss))
+            line.append(_ratio(first.seconds_to_loss, row.seconds_to_loss) if number else "")
         key = f'<span class="key key-{number}"></span>'
         cells.append((key + escape(run.name), [escape(cell) for cell in line]))
     notes = "".join(f"<li>{escape(run.name)}: {escape(note)}</li>" for run in runs for note in _notes(run))
     caption = "Validation loss in nats per token, at the committed weights; tokens/s: median over the log, all ranks; "
     caption += "waiting: median share of the time in which compute stood still for a round"
-    if not math.isnan(target):
-        caption += f"; {target:.6g} is the lowest validation loss that every run has reached"
+    if validated:
+        caption += f". Every validated run has reached {_count(reached.tokens)} tokens and a loss of {reached.loss:.6g}"
     return _table(caption, head, cells) + (f"<ul>{notes}</ul>" if notes else "")
 
 

@@ -107,10 +107,11 @@ def read_records(path: Path) -> Records:
 
 
 def split_name(text: str) -> tuple[str, Path]:
-    """NAME and path of `[NAME=]PATH`; the default name is that of the folder. A path that exists may hold a "="."""
-    name, separator, path = text.partition("=")
-    if separator and not Path(text).exists():
-        return name or path, Path(path)
+    """NAME and path of `[NAME=]PATH`; the default name is that of the folder. Both may hold a "=" if the path exists."""
+    ends = [] if Path(text).exists() else [i for i, letter in enumerate(text) if letter == "="]
+    if ends:
+        end = next((i for i in ends if Path(text[i + 1 :]).exists()), ends[0])
+        return text[:end], Path(text[end + 1 :])
     folder = Path(text) if Path(text).is_dir() else Path(text).parent
     return folder.resolve().name or str(folder), Path(text)
 
@@ -178,7 +179,7 @@ def _read_profile(run: Run) -> list[Span]:
 
 def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """(dotted key, value) of everything in nested objects that is not an object itself."""
-    if isinstance(tree, dict) and tree:
+    if isinstance(tree, dict) and (tree or not prefix):
         for key, value in tree.items():
             yield from flatten(value, f"{prefix}.{key}" if prefix else str(key))
     else:

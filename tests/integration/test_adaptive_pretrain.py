@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import math
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
 
+from megatron_acco.report.comparison import common, summarize
+from megatron_acco.report.figures import drawings
+from megatron_acco.report.runs import read_runs
 from tests.integration.test_pretrain import (
     command,
     data,  # noqa: F401 (a fixture)
@@ -65,3 +70,12 @@ def test_adaptive_run_ends_by_samples_and_goes_on_where_its_streams_were(
         assert record["consumed_samples"] == seen and record["consumed_tokens"] == 32 * seen
     assert trained[12] == sum(positions)
     assert all(trained[record["iteration"]] == record["consumed_samples"] for record in records(save, "validation"))
+
+    (run,) = read_runs([str(save)])
+    assert [record.iteration for record in run.records.train] == [record["iteration"] for record in records(save)]
+    summary = summarize(run, common([run]))
+    assert (summary.method, summary.done) == ("acco, adaptive", records(save)[-1]["consumed_samples"] / 400)
+    assert not math.isnan(summary.loss + summary.exposed) and run.section("versions")["torch"] == torch.__version__
+    shutil.copy(trace, save)
+    assert {span.rank for span in read_runs([str(save)])[0].spans} == {0, 1}
+    assert len(drawings(read_runs([str(save)]))) == 7
