@@ -130,7 +130,7 @@ def _summary(runs: Sequence[Run]) -> str:
     head = ["run", "method", "updates", "tokens", "time", "validation loss"]
     head += [f"at {_count(reached.tokens)} tokens", "to the first"] if validated else []
     head += ["tokens/s", *(["to the first"] if several else []), "waiting", "skipped"]
-    head += [f"time to {reached.loss:.4g}", "faster than the first"] if validated else []
+    head += [f"time to {reached.loss:.4g}", "speed-up"] if validated else []
     cells = []
     for number, (run, row) in enumerate(zip(runs, rows, strict=True)):
         line = [row.method or "not known", _updates(row), _count(row.tokens), _duration(row.seconds), _loss(row)]
@@ -149,7 +149,7 @@ def _summary(runs: Sequence[Run]) -> str:
     caption = "Validation loss in nats per token, at the committed weights; tokens/s: median over the log, all ranks; "
     caption += "waiting: median share of the time in which compute stood still for a round"
     if validated:
-        caption += f". Every validated run has reached {_count(reached.tokens)} tokens and a loss of {reached.loss:.6g}"
+        caption += f". Speed-up: the first run's time to that loss over this one's. Every validated run has reached {_count(reached.tokens)} tokens and a loss of {reached.loss:.6g}"
     return _table(caption, head, cells) + (f"<ul>{notes}</ul>" if notes else "")
 
 
@@ -234,7 +234,7 @@ def _number(value: float, form: str) -> str:
 def _count(value: float) -> str:
     for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
         if value >= size:
-            return f"{value / size:.3g} {unit}"
+            return f"{value / size:.3g}\u00a0{unit}"
     return _number(value, ".0f")
 
 
