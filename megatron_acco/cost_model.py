@@ -40,22 +40,36 @@ class Costs:
 
     def zero1(self, steps: int) -> float:
         """DeepSpeed's ZeRO-1 with nothing overlapped."""
-        return steps * self.compute + self._reduction + self._gathering
+        return steps * self.compute + self.reduction_seconds + self.gathering_seconds
 
     def overlapped_zero1(self, steps: int) -> float:
         """DeepSpeed's ZeRO-1 with `overlap_comm`: the all-reduce hides in the last backward, the all-gather does not.
 
         Backward is taken for two thirds of a micro-batch.
         """
-        hidden = 0.0 if self.blocking else min(self._reduction, 2.0 / 3.0 * self.compute)
+        hidden = 0.0 if self.blocking else min(self.reduction_seconds, 2.0 / 3.0 * self.compute)
         return self.zero1(steps) - hidden
 
+    def megatron(self, steps: int) -> float:
+        """Megatron's distributed optimizer, overlapped.
+
+        The reduce-scatter hides in the last backward, the all-gather in the first forward: two thirds and one third of
+        a micro-batch.
+        """
+        half = self.exchange / 2.0
+        if self.blocking:
+            return self.sync(steps)
+        exposed = max(0.0, half - 2.0 / 3.0 * self.compute) + max(0.0, half - self.compute / 3.0)
+        return steps * self.compute + exposed
+
     @property
-    def _reduction(self) -> float:
+    def reduction_seconds(self) -> float:
+        """`R`."""
         return self.exchange if self.reduction is None else self.reduction
 
     @property
-    def _gathering(self) -> float:
+    def gathering_seconds(self) -> float:
+        """`G`."""
         return self.exchange / 2.0 if self.gathering is None else self.gathering
 
     def delayed(self, steps: int) -> float:

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from megatron_acco.cli import simulate
 from megatron_acco.cost_model import Costs, Link, model_state_bytes
 
 _DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
@@ -98,9 +99,9 @@ def add_parser(subparsers: Any) -> None:
             "--module megatron_acco.cli.main plan --measure ..."
         ),
     )
-    parser.add_argument("--parameters", type=float, required=True, help="trainable parameters on each rank, e.g. 1.3e9")
+    parser.add_argument("--parameters", type=float, default=None, help="trainable parameters on each rank, e.g. 1.3e9")
     parser.add_argument("--ranks", type=int, default=None, help="data-parallel ranks (with --measure: those started)")
-    parser.add_argument("--micro-batches", type=int, required=True, help="per rank and update")
+    parser.add_argument("--micro-batches", type=int, default=None, help="per rank and update")
     parser.add_argument("--compute-ms", type=float, default=None, help="forward and backward of one micro-batch")
     parser.add_argument("--tflops", type=float, default=None, help="instead: sustained TFLOP/s of a rank (6 P tokens)")
     parser.add_argument("--tokens", type=int, default=0, help="tokens per micro-batch and rank")
@@ -113,27 +114,36 @@ def add_parser(subparsers: Any) -> None:
     parser.add_argument("--grad-accum-dtype", choices=("bf16", "fp32"), default="fp32", help="of the gradient sums")
     parser.add_argument("--max-micro-batches-per-half", type=int, default=64, help="limit of adaptive accumulation")
     parser.add_argument("--plot", type=Path, default=None, help="draw time per micro-batch against accumulation")
+    simulate.add_arguments(parser)
     parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the table; with --measure on rank 0 only."""
     _check(args)
+    if args.table:
+        print("\n".join(simulate.sizes(args)))
+        return 0
     weight_bytes = _DTYPES[args.dtype]
-    if args.compute_ms is not None:
-        compute = args.compute_ms / 1e3
-    else:
-        compute = 6.0 * args.parameters * args.tokens / (args.tflops * 1e12)
+    times = None
+    if args.simulate:
+        times = simulate.compute_times(args, None if args.compute_from is not None else _compute(args))
+    compute = _compute(args) if times is None else times.mean
     if args.measure:
         costs, ranks = measure(args.parameters, args.dtype, compute, args.ranks)
         if int(os.environ.get("RANK", "0")) != 0:
             return 0
+    elif args.simulate:
+        costs, ranks = simulate.costs(args, weight_bytes, compute), args.ranks
     else:
         ranks = args.ranks
         link = Link(args.bandwidth_gbit * 1e9 / 8.0, args.latency_us * 1e-6)
         costs = Costs(compute, link.exchange(args.parameters, ranks, weight_bytes, weight_bytes))
     if not (costs.compute > 0.0 and math.isfinite(costs.compute + costs.exchange / costs.compute)):
         raise ValueError(f"these numbers give {costs.compute:.3g} s of compute and {costs.exchange:.3g} s of exchange")
+    if times is not None:
+        print("\n".join(simulate.report(args, ranks, times, costs)))
+        return 0
     sum_bytes = weight_bytes if args.dtype != "fp32" and args.grad_accum_dtype == "bf16" else 4
     case = Case(
         args.parameters, ranks, args.micro_batches, costs, args.tokens, weight_bytes, sum_bytes,
@@ -144,6 +154,13 @@ def run(args: argparse.Namespace) -> int:
         draw(case, args.plot)
         print(f"wrote {args.plot}")
     return 0
+
+
+def _compute(args: argparse.Namespace) -> float:
+    """Seconds of a micro-batch."""
+    if args.compute_ms is not None:
+        return args.compute_ms / 1e3
+    return 6.0 * args.parameters * args.tokens / (args.tflops * 1e12)
 
 
 def report(case: Case) -> list[str]:
@@ -243,6 +260,7 @@ def draw(case: Case, out: Path) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
+    alone = simulate.only_for_simulations(args)
     positive = ("parameters", "compute_ms", "tflops", "bandwidth_gbit")
     whole = ("ranks", "micro_batches", "max_micro_batches_per_half")
     problems = {
@@ -256,9 +274,9 @@ def _check(args: argparse.Namespace) -> None:
             for name in ("tokens", "latency_us")
         },
         "--compute-ms and --tflops contradict each other; give one": None not in (args.compute_ms, args.tflops),
-        "give --compute-ms, or --tflops and --tokens": args.compute_ms is None and not (args.tflops and args.tokens),
-        "give --bandwidth-gbit and --ranks, or --measure": not args.measure
-        and (args.bandwidth_gbit is None or args.ranks is None),
+        f"{', '.join(alone)}: only with --simulate": bool(alone),
+        **(simulate.problems(args) if args.simulate else {}),
+        **({} if args.table else _missing(args)),
         "--measure measures the link; leave out --bandwidth-gbit and --latency-us": args.measure
         and (args.bandwidth_gbit is not None or args.latency_us > 0),
         f"--plot {args.plot} is a folder; name a file": args.plot is not None and args.plot.is_dir(),
@@ -267,6 +285,18 @@ def _check(args: argparse.Namespace) -> None:
     for message, wrong in problems.items():
         if wrong:
             raise ValueError(message)
+
+
+def _missing(args: argparse.Namespace) -> dict[str, bool]:
+    """What must be given unless a table is asked for."""
+    return {
+        "give --parameters and --micro-batches": None in (args.parameters, args.micro_batches),
+        "give --compute-ms, or --tflops and --tokens": args.compute_from is None
+        and args.compute_ms is None
+        and not (args.tflops and args.tokens),
+        "give --bandwidth-gbit and --ranks, or --measure": not args.measure
+        and (args.bandwidth_gbit is None or args.ranks is None),
+    }
 
 
 def _flag(name: str) -> str:

@@ -149,7 +149,10 @@ def _summary(runs: Sequence[Run]) -> str:
     caption = "Validation loss in nats per token, at the committed weights; tokens/s: median over the log, all ranks; "
     caption += "waiting: median share of the time in which compute stood still for a round"
     if validated:
-        caption += f". Speed-up: the first run's time to that loss over this one's. Every validated run has reached {_count(reached.tokens)} tokens and a loss of {reached.loss:.6g}"
+        caption += (
+            f". Every validated run has reached {_count(reached.tokens)} tokens and a loss of {reached.loss:.6g}; "
+        )
+        caption += "speed-up: the first run's time to that loss over this one's"
     return _table(caption, head, cells) + (f"<ul>{notes}</ul>" if notes else "")
 
 

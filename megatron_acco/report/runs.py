@@ -107,7 +107,7 @@ def read_records(path: Path) -> Records:
 
 
 def split_name(text: str) -> tuple[str, Path]:
-    """NAME and path of `[NAME=]PATH`; the default name is that of the folder. Both may hold a "=" if the path exists."""
+    """NAME and path of `[NAME=]PATH`; the default name is the folder's. Both may hold a "=" if the path exists."""
     ends = [] if Path(text).exists() else [i for i, letter in enumerate(text) if letter == "="]
     if ends:
         end = next((i for i in ends if Path(text[i + 1 :]).exists()), ends[0])

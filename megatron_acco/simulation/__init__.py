@@ -1,0 +1,1 @@
+"""Rounds played on clusters that nobody has to rent: `megatron-acco plan --simulate` (docs/PERFORMANCE.md)."""
