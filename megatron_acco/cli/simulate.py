@@ -18,6 +18,7 @@ from megatron_acco.simulation.rounds import METHODS, Setting, play
 from megatron_acco.simulation.sizes import PER_NODE, Assumptions, table
 
 MOST_RANKS = 4096
+_SPREAD = 0.03
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--simulate", action="store_true", help="play the rounds event by event on all ranks")
     group.add_argument("--updates", type=int, default=200, help="that are played")
     group.add_argument("--seed", type=int, default=0, help="of everything random")
-    group.add_argument("--spread", type=float, default=None, help="of a micro-batch's time: deviation over mean (0.03)")
+    group.add_argument(
+        "--spread", type=float, default=None, help=f"of a micro-batch's time: deviation over mean ({_SPREAD})"
+    )
     group.add_argument(
         "--compute-from", type=Path, default=None, metavar="RUN", help="take compute times that this run has recorded"
     )
@@ -37,6 +40,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--ranks-per-node", type=int, default=1, help="bandwidth and latency are then those of a node, between nodes"
     )
+    group.add_argument("--hierarchical", action="store_true", help="exchange inside nodes first, in the place of rings")
     group.add_argument("--inside-gbit", type=float, default=3600.0, help="of a rank, inside its node (Gbit/s)")
     group.add_argument("--inside-latency-us", type=float, default=3.0, help="of one message inside a node")
     group.add_argument(
@@ -74,9 +78,8 @@ def problems(args: argparse.Namespace) -> dict[str, bool]:
         "--inside-gbit must be above 0": wrong("inside_gbit", lambda v: v > 0),
         "--inside-latency-us must be 0 or more": wrong("inside_latency_us", lambda v: v >= 0),
         f"a simulation has {MOST_RANKS} ranks at most": args.ranks is not None and args.ranks > MOST_RANKS,
-        "--compute-from gives the compute times; leave out --compute-ms, --tflops and --spread": args.compute_from
-        is not None
-        and (args.compute_ms, args.tflops, args.spread) != (None, None, None),
+        "--compute-from gives the compute times; leave out --compute-ms and --tflops": args.compute_from is not None
+        and (args.compute_ms, args.tflops) != (None, None),
         "--measure measures flat links; leave out --ranks-per-node": args.measure and args.ranks_per_node != 1,
         "--plot draws the formulas; leave out --simulate": args.plot is not None,
     }
@@ -91,7 +94,9 @@ def compute_times(args: argparse.Namespace, compute: float | None) -> ComputeTim
     if compute is None:
         times = measured(read_runs([str(args.compute_from)])[0])
     else:
-        times = ComputeTimes(compute, spread=0.03 if args.spread is None else args.spread)
+        times = ComputeTimes(compute)
+    if args.spread is not None or not times.factors:
+        times = dataclasses.replace(times, factors=(), spread=_SPREAD if args.spread is None else args.spread)
     return dataclasses.replace(
         times,
         slow_share=args.slow_share,
@@ -109,7 +114,7 @@ def costs(args: argparse.Namespace, wire_bytes: int, compute: float) -> Costs:
     """
     inside = Link(args.inside_gbit * 1e9 / 8.0, args.inside_latency_us * 1e-6)
     between = Link(args.bandwidth_gbit * 1e9 / 8.0, args.latency_us * 1e-6)
-    cluster = Cluster(args.ranks, args.ranks_per_node, inside, between)
+    cluster = Cluster(args.ranks, args.ranks_per_node, inside, between, args.hierarchical)
     return cluster.costs(args.parameters, wire_bytes, wire_bytes, compute)
 
 

@@ -66,7 +66,7 @@ class ComputeTimes:
 
 
 def measured(run: Run) -> ComputeTimes:
-    """Those of a run: of every micro-batch in its profile, or the means of its ranks in its log.
+    """Those of a run: the means of its ranks from its log, or else its profile, which also has every micro-batch.
 
     Raises:
         ValueError: it has recorded neither.
@@ -75,11 +75,9 @@ def measured(run: Run) -> ComputeTimes:
     for span in run.spans:
         if span.row == COMPUTE and span.seconds > 0.0:
             by_rank[span.rank].append(span.seconds)
-    if by_rank:
-        means = [float(numpy.mean(by_rank[rank])) for rank in sorted(by_rank)]
-        factors = [t / mean for mean, rank in zip(means, sorted(by_rank), strict=True) for t in by_rank[rank]]
-    else:
-        means, factors = _means_of_the_log(run), []
+    profiled = {rank: float(numpy.mean(by_rank[rank])) for rank in sorted(by_rank)}
+    factors = [seconds / mean for rank, mean in profiled.items() for seconds in by_rank[rank]]
+    means = _means_of_the_log(run) or list(profiled.values())
     if not means:
         raise ValueError(
             f"{run.folder}: no compute times are recorded there; runs with the acco section record them by rank, and "

@@ -16,20 +16,22 @@ class Cluster:
         per_node: ranks of a node.
         inside: link of a rank to others of its node.
         between: link of a *node* to the others; its ranks share it.
+        hierarchical: exchange inside every node first, in the place of one ring through all ranks, NCCL's usual way.
     """
 
     ranks: int
     per_node: int
     inside: Link
     between: Link
+    hierarchical: bool = False
 
     def __post_init__(self) -> None:
         if self.ranks > self.per_node and self.ranks % self.per_node:
             raise ValueError(f"{self.ranks} ranks do not fill nodes of {self.per_node}")
 
     def one_pass(self, size: float) -> float:
-        """Seconds of a reduce-scatter or an all-gather of `size` bytes, in the faster of two ways, as NCCL picks."""
-        return min(self._ring(size), self._by_levels(size))
+        """Seconds of a reduce-scatter or an all-gather of `size` bytes."""
+        return self._by_levels(size) if self.hierarchical else self._ring(size)
 
     def costs(self, parameters: float, wire_bytes: int, weight_bytes: int, compute: float) -> Costs:
         """Of an exchange of that many parameters on each rank; ZeRO-1's all-reduce is two passes over the gradients.
