@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-import json
+import itertools
 from pathlib import Path
 
 import numpy
@@ -15,7 +15,7 @@ from megatron_acco.cost_model import Costs, Link
 from megatron_acco.report.runs import read_runs
 from megatron_acco.simulation.compute_times import ComputeTimes, measured
 from megatron_acco.simulation.links import Cluster
-from megatron_acco.simulation.rounds import METHODS, Played, Setting, play
+from megatron_acco.simulation.rounds import METHODS, Setting, play
 from megatron_acco.simulation.sizes import COLUMNS, SIZES, Assumptions, cell
 from megatron_acco.timeline import Span, write_trace
 from tests.unit.test_report import train, write_run
@@ -180,3 +180,97 @@ def test_nodes_share_their_network() -> None:
 
 
 # ---- measured -------------------------------------------------------------------------------------------------------
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+WORDS = (
+    "plan --simulate --parameters 1.3e9 --ranks 16 --micro-batches 8 --compute-ms 250 --tokens 8192 "
+    "--bandwidth-gbit 25 --updates 20"
+).split()
+
+
+def rows(output: str) -> dict[str, list[str]]:
+    """The words of every line behind the first."""
+    return {words[0]: words[1:] for line in output.splitlines() if (words := line.split())}
+
+
+def test_the_command_prints_a_row_per_method(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WORDS, "--spread", "0"]) == 0
+    output = capsys.readouterr().out
+    assert "16 ranks, 8 micro-batches per rank and update of 250.0 ms (spread 0.0%)" in output and "r = 0.78" in output
+    found = rows(output)
+    assert set(found) >= set(METHODS)
+    for method in METHODS:
+        assert float(found[method][1]) == float(found[method][-1]), "without spread: the formula"
+    assert main([*WORDS, "--ranks-per-node", "8", "--slow-share", "0.1", "--pause-every", "60", "--pause", "2"]) == 0
+    slow = rows(capsys.readouterr().out)
+    # One link for the eight ranks of a node, and two slow ranks.
+    assert float(slow["sync"][1]) > 4.0 + 1.5 and float(slow["adaptive"][-2].rstrip("%")) < 3.0
+
+
+def test_compute_times_from_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = write_run(tmp_path / "run", [train(1, micro_batches_by_rank=[9, 6], compute_ms_per_micro_batch=31.0)])
+    words = [word for word in WORDS if word not in ("--compute-ms", "250")] + ["--compute-from", str(folder)]
+    assert main(words) == 0 and "of 32.5 ms (spread 3.0%)" in capsys.readouterr().out
+    assert main([*words, "--spread", "0.2"]) == 0 and "of 32.5 ms (spread 20.0%)" in capsys.readouterr().out
+    assert main([*words, "--compute-ms", "5"]) == 2
+    assert "--compute-from gives the compute times; leave out --compute-ms" in capsys.readouterr().err
+
+
+def test_the_table_of_model_sizes(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plan", "--simulate", "--table"]) == 0
+    output = capsys.readouterr().out
+    assert "4096 tokens per GPU and micro-batch" in output and "395 TFLOP/s" in output
+    table = [line.split("|")[1:-1] for line in output.splitlines() if line.startswith("|")]
+    assert len(table) == 2 + 8 * 4 and {len(line) for line in table} == {13}
+    # A slower network never helps, and adaptive accumulation keeps compute busy on all of them.
+    for size in SIZES:
+        cells = [cell(size, rate, Assumptions(updates=5)) for rate in (10.0, 25.0, 100.0, 400.0)]
+        assert all(made.share["adaptive"] > 0.98 for made in cells)
+        for slower, faster in itertools.pairwise(cells):
+            assert slower.growth >= faster.growth >= 1.0 and slower.r > faster.r
+            assert all(slower.share[method] <= faster.share[method] + 0.01 for method in COLUMNS)
+    # 70 B parameters as eight parts, each with a rank on every one of 64 nodes: 140 GB out of a node, twice.
+    last = cell(SIZES[-1], 400.0, Assumptions(updates=5))
+    exchange = 2 * 63 / 64 * 140e9 / 50e9 + 2 * 63 * 20e-6
+    assert last.r == pytest.approx(exchange / (2 * 6 * 70e9 * 4096 / 395e12))
+
+
+def test_many_ranks_take_seconds() -> None:
+    """4,096 ranks; the time is printed by pytest --durations, and 20 updates of two methods are a twentieth of 200."""
+    for method in ("acco", "adaptive"):
+        times = ComputeTimes(0.25, 0.05, slow_share=0.01, pause_every=600.0, pause=5.0)
+        played = play(method, Setting(4096, 8, times, Costs(0.25, 1.5), updates=20))
+        assert played.seconds.shape == (20,) and played.rate > 0.0
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--updates", "0"], "--updates must be 1 to 100000"),
+        (["--spread", "-1"], "--spread must be 0 to 3"),
+        (["--spread", "nan"], "--spread must be 0 to 3"),
+        (["--slow-share", "1.5"], "--slow-share must be 0 to 1"),
+        (["--slow-factor", "0.5"], "--slow-factor must be 1 or more"),
+        (["--pause", "5"], "--pause-every and --pause go together"),
+        (["--pause-every", "-1", "--pause", "1"], "--pause-every and --pause must be 0 or more"),
+        (["--ranks-per-node", "0"], "--ranks-per-node must be 1 or more"),
+        (["--ranks-per-node", "3"], "16 ranks do not fill nodes of 3"),
+        (["--ranks", "8192"], "a simulation has 4096 ranks at most"),
+        (["--inside-gbit", "0"], "--inside-gbit must be above 0"),
+        (["--plot", "x.png"], "--plot draws the formulas"),
+        (["--seed", "-1"], "--seed must be 0 or more"),
+    ],
+)
+def test_bad_numbers_are_named(change: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*WORDS, *change]) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err and printed.err.count("\n") == 1 and not printed.out
+
+
+def test_what_only_a_simulation_has(capsys: pytest.CaptureFixture[str]) -> None:
+    words = [word for word in WORDS if word != "--simulate"]
+    assert main([*words, "--slow-share", "0.1"]) == 2
+    assert "--updates, --slow-share: only with --simulate" in capsys.readouterr().err
+    assert main(["plan"]) == 2 and "give --parameters and --micro-batches" in capsys.readouterr().err
