@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -42,15 +43,33 @@ def given_tokenizer(args: argparse.Namespace) -> dict[str, Any]:
     return {"tokenizer_model": args.tokenizer_model, "tokenizer_type": args.tokenizer_type}
 
 
+def check_file(path: Path | None) -> None:
+    """Refuse a place that cannot take an output file, before hours of work for it.
+
+    Raises:
+        ValueError: it is a folder, or its folder is not there or cannot be written to.
+    """
+    if path is None:
+        return
+    if path.is_dir() or not path.name:
+        raise ValueError(f"--out {path} is a folder; give a file")
+    if not path.absolute().parent.is_dir():
+        raise ValueError(f"--out {path}: no folder {path.parent}")
+    if not os.access(path.parent, os.W_OK):
+        raise ValueError(f"--out {path}: cannot write to {path.parent}")
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file that is whole or not there.
 
     Raises:
         ValueError: the folder cannot be written to.
     """
+    check_file(path)
     staged = path.with_name(f".partial-{path.name}")
     try:
         staged.write_text(text, encoding="utf-8")
         staged.replace(path)
     except OSError as error:
+        staged.unlink(missing_ok=True)
         raise ValueError(f"cannot write {path}: {error}") from error

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from megatron_acco.cli.common import add_model_arguments, given_tokenizer, write_text
+from megatron_acco.cli.common import add_model_arguments, check_file, given_tokenizer, write_text
 from megatron_acco.preprocess.inputs import FORMATS
 
 
@@ -42,10 +42,17 @@ def run(args: argparse.Namespace) -> int:
     if args.batch_size < 1:
         raise ValueError(f"--batch-size must be 1 or more, got {args.batch_size}")
 
+    if args.seq_length is not None and args.seq_length < 1:
+        raise ValueError(f"--seq-length must be 1 or more, got {args.seq_length}")
+    check_file(args.out)
+
     from megatron_acco.inference import scoring
     from megatron_acco.inference.loading import load, one_process, start_of_text
 
     passages = None if args.last_word is None else scoring.read_passages(args.last_word, args.json_key)
+    sources = [] if args.input is None else scoring.text_sources(args.input, args.input_format, args.json_key)
+    if args.data_path is not None:
+        scoring.check_indexed(args.data_path)
     result: dict[str, Any] = {}
     with one_process():
         loaded = load(args.checkpoint, given_tokenizer(args), args.dtype)
@@ -53,12 +60,13 @@ def run(args: argparse.Namespace) -> int:
         before = start_of_text(tokenizer, args.text_start)
         length = _window(args.seq_length, loaded.weights.arguments, loaded.longest)
         result["checkpoint"] = {"folder": str(loaded.weights.folder), "iteration": loaded.weights.iteration}
-        print(f"{loaded.weights.folder}, iteration {loaded.weights.iteration}", flush=True)
+        told = loaded.weights.told(args.dtype == "fp32")
+        print(f"{loaded.weights.folder}, iteration {loaded.weights.iteration}{told}", flush=True)
         texts = {}
         if args.data_path is not None:
             texts["data"] = scoring.indexed_documents(args.data_path, tokenizer)
         if args.input is not None:
-            texts["text"] = scoring.text_documents(args.input, args.input_format, args.json_key, tokenizer)
+            texts["text"] = scoring.text_documents(sources, args.json_key, tokenizer)
         for name, documents in texts.items():
             started = time.perf_counter()
             score = scoring.score_documents(model, documents, before, length, batch_size)

@@ -7,7 +7,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megatron_acco.cli.common import add_model_arguments, given_tokenizer, write_text
+from megatron_acco.cli.common import add_model_arguments, check_file, given_tokenizer, write_text
+from megatron_acco.preprocess.inputs import read_lines
 
 
 def add_parser(subparsers: Any) -> None:
@@ -46,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
             raise ValueError(f"{flag} must be 1 or more, got {value}")
     if args.tokenizer_model is not None and not Path(args.tokenizer_model).exists():
         raise ValueError(f"--tokenizer-model {args.tokenizer_model}: no such file")
+    check_file(args.out)
     prompts = read_prompts(args.prompt, args.prompts)
 
     from megatron_acco.inference.loading import load, one_process, start_of_text
@@ -93,19 +95,19 @@ def read_prompts(given: list[str] | None, file: Path | None) -> list[str]:
         return given or [""]
     if given is not None:
         raise ValueError("--prompt and --prompts contradict each other; give one")
-    try:
-        lines = file.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--prompts {file} cannot be read: {error}") from error
+    lines = read_lines(file, "--prompts")
     prompts = []
     for number, line in enumerate(lines, 1):
         if file.suffix != ".jsonl":
-            prompts.append(line)
+            prompts.append(line.removesuffix("\r"))
         elif line.strip():
             try:
-                prompts.append(str(json.loads(line)["prompt"]))
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{file}:{number}: not a JSON object with a text under 'prompt'") from error
+                prompt = json.loads(line)["prompt"]
+            except (ValueError, KeyError, TypeError):
+                prompt = None
+            if not isinstance(prompt, str):
+                raise ValueError(f"{file}:{number}: not a JSON object with a text under 'prompt'")
+            prompts.append(prompt)
     if not prompts:
         raise ValueError(f"--prompts {file} is empty")
     return prompts

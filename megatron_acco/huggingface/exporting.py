@@ -13,7 +13,9 @@ from megatron_acco.huggingface.families import configuration, family_of, to_tran
 from megatron_acco.huggingface.output import check_output, new_folder
 from megatron_acco.huggingface.tokenizers import convert_tokenizer
 from megatron_acco.inference.loading import DTYPES, tokenizer_options
+from megatron_acco.training.checkpoint.state import check_tokenizer
 from megatron_acco.training.checkpoint.weights import find_weights
+from megatron_acco.training.tokenizer import ids_digest
 
 IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -33,7 +35,7 @@ def export(
         out: folder to make.
         tokenizer: tokenizer arguments that were given, see `megatron_acco.inference.loading.tokenizer_options`; None:
             write no tokenizer.
-        dtype: `fp32` or `bf16`; None: as stored.
+        dtype: `fp32` (the optimizer's master weights, where the checkpoint has them) or `bf16`; None: as stored.
         max_shard_size: of one file.
 
     Returns:
@@ -52,6 +54,7 @@ def export(
     converted, ids, rows = None, {}, weights.vocab_size
     if tokenizer is not None:
         converted, original = convert_tokenizer(tokenizer_options(weights, tokenizer))
+        check_tokenizer(weights.tokenizer, ids_digest(original), str(weights.folder))
         rows = rows or original.vocab_size
         if len(converted) > rows:
             raise ValueError(f"the tokenizer has {len(converted)} ids and the model only {rows}")
@@ -60,21 +63,25 @@ def export(
     config.update({**ids, **weights.arguments.get("huggingface", {})})
     kind = weights.dtype if dtype is None else DTYPES[dtype]
     config.dtype = kind
-    state = to_transformers(weights.state(config.vocab_size), options)
+    masters = kind is torch.float32
+    state = to_transformers(weights.state(config.vocab_size, masters), options)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
     # Strict: a name or a shape that transformers does not expect, or misses, ends here.
     model.load_state_dict({name: value.to(kind) for name, value in state.items()}, assign=True)
     model.tie_weights()
     with new_folder(out) as folder:
-        model.save_pretrained(folder, max_shard_size=max_shard_size)
-        if converted is not None:
-            converted.save_pretrained(folder)
+        try:
+            model.save_pretrained(folder, max_shard_size=max_shard_size)
+            if converted is not None:
+                converted.save_pretrained(folder)
+        except Exception as error:  # safetensors and tokenizers have classes of their own for a full disk
+            raise ValueError(f"--out {out} cannot be written: {error}") from error
     count = sum(parameter.numel() for parameter in model.parameters())
     without = "" if converted is not None else ", no tokenizer"
     return (
         f"{out}: {type(model).__name__} of iteration {weights.iteration}, {count:,} weights in "
-        f"{str(kind).removeprefix('torch.')}, {config.vocab_size:,} ids{without}"
+        f"{str(kind).removeprefix('torch.')}{weights.told(masters)}, {config.vocab_size:,} ids{without}"
     )
 
 

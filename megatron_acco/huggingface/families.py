@@ -147,6 +147,7 @@ def _refused_gpt2(config: Any) -> list[str]:
             "scale_attn_weights false": not config.scale_attn_weights,
             "scale_attn_by_inverse_layer_idx": config.scale_attn_by_inverse_layer_idx,
             "add_cross_attention": config.add_cross_attention,
+            "quantized weights": getattr(config, "quantization_config", None) is not None,
         }
     )
 
@@ -163,6 +164,7 @@ def _refused_llama(config: Any) -> list[str]:
             f"attention_bias {config.attention_bias} beside mlp_bias {config.mlp_bias}": (
                 bool(config.attention_bias) != bool(config.mlp_bias)
             ),
+            "quantized weights": getattr(config, "quantization_config", None) is not None,
         }
     )
 

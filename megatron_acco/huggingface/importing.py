@@ -59,7 +59,7 @@ def import_model(folder: Path, out: Path, *, dtype: str | None = None) -> str:
         )
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            folder, dtype="auto", local_files_only=True, output_loading_info=True
+            folder, dtype=_stored_dtype(folder), local_files_only=True, output_loading_info=True
         )
     except Exception as error:
         raise ValueError(f"--input {folder}: the weights cannot be loaded: {error}") from error
@@ -79,6 +79,20 @@ def import_model(folder: Path, out: Path, *, dtype: str | None = None) -> str:
         f"{out}: {config.model_type}, {count:,} weights in {str(target).removeprefix('torch.')}, {config.vocab_size:,} "
         f"ids{'' if tokenizer is not None else ', no tokenizer'}; {out / ARGUMENTS} has the arguments of its model"
     )
+
+
+def _stored_dtype(folder: Path) -> Any:
+    """The type that holds all weights as they are in the files: config.json, which "auto" follows, may say otherwise."""
+    from safetensors import safe_open
+
+    kinds = set()
+    for path in folder.glob("*.safetensors"):
+        with safe_open(path, "pt") as file:
+            kinds |= {file.get_slice(name).get_dtype() for name in file.keys()}  # noqa: SIM118 (no mapping)
+    known = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
+    if not kinds or not kinds <= known.keys():
+        return "auto"
+    return known[kinds.pop()] if len(kinds) == 1 else torch.float32
 
 
 def _load_tokenizer(folder: Path) -> Any:

@@ -15,9 +15,10 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from megatron.core import parallel_state
 
+from megatron_acco.training.checkpoint.state import check_tokenizer
 from megatron_acco.training.checkpoint.weights import Weights, find_weights
 from megatron_acco.training.model import build_model
-from megatron_acco.training.tokenizer import TokenizerOptions, build_tokenizer
+from megatron_acco.training.tokenizer import TokenizerOptions, build_tokenizer, ids_digest
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 STARTS = ("eod", "bos", "none")
@@ -67,7 +68,8 @@ def load(checkpoint: Path, given: Mapping[str, Any], dtype: str | None = None) -
     Args:
         checkpoint: a --save folder or one checkpoint in it.
         given: tokenizer arguments that were given; for those that were not, the checkpoint's own are taken.
-        dtype: `fp32` or `bf16`; None: as stored, fp16 as fp32.
+        dtype: `fp32` (the optimizer's master weights, where the checkpoint has them) or `bf16`; None: as stored, fp16
+            as fp32.
 
     Raises:
         ValueError: no or a damaged checkpoint, no tokenizer, or one with more ids than the model.
@@ -75,6 +77,7 @@ def load(checkpoint: Path, given: Mapping[str, Any], dtype: str | None = None) -
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     weights = find_weights(checkpoint)
     tokenizer = build_tokenizer(tokenizer_options(weights, given))
+    check_tokenizer(weights.tokenizer, ids_digest(tokenizer), str(weights.folder))
     known = weights.vocab_size or weights.rows
     if tokenizer.vocab_size > known:
         raise ValueError(
@@ -88,7 +91,7 @@ def load(checkpoint: Path, given: Mapping[str, Any], dtype: str | None = None) -
     options = dataclasses.replace(weights.options, use_cpu_initialization=True)
     rows = tokenizer.vocab_size
     model = build_model(options, rows, kind)
-    model.load_state_dict(weights.state(rows))
+    model.load_state_dict(weights.state(rows, masters=dtype == "fp32"))
     device = torch.device(get_accelerator().device_name())
     return Loaded(model.to(device).eval(), tokenizer, weights, options.max_position_embeddings, device)
 
@@ -106,7 +109,7 @@ def tokenizer_options(weights: Weights, given: Mapping[str, Any]) -> TokenizerOp
         folder = os.path.isdir(mine["tokenizer_model"])
         if not saved or folder != (saved["tokenizer_type"] == "HuggingFaceTokenizer"):
             mine["tokenizer_type"] = "HuggingFaceTokenizer" if folder else "SentencePieceTokenizer"
-    if "tokenizer_type" in mine:
+    if "tokenizer_type" in mine and mine["tokenizer_type"] != saved.get("tokenizer_type"):
         return TokenizerOptions(**mine)
     model = mine.get("tokenizer_model", saved.get("tokenizer_model"))
     if not saved or (model is not None and not os.path.exists(model)):

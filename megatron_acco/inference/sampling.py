@@ -10,10 +10,12 @@ Padding is hidden from every real token. With rotary embeddings a row is shifted
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy
 import torch
 from megatron.core.inference.contexts import StaticInferenceContext
 
@@ -35,8 +37,10 @@ class SamplingOptions:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        if self.temperature < 0 or self.top_k < 0:
+        if not 0.0 <= self.temperature < math.inf or self.top_k < 0:
             raise ValueError("--temperature and --top-k must be 0 or more")
+        if self.seed < 0:
+            raise ValueError(f"--seed must be 0 or more, got {self.seed}")
         if not 0.0 < self.top_p <= 1.0:
             raise ValueError(f"--top-p must be above 0 and at most 1, got {self.top_p}")
 
@@ -72,11 +76,17 @@ def generate(
     result: list[list[int]] = []
     for first in range(0, len(prompts), batch_size):
         group = [list(prompt) for prompt in prompts[first : first + batch_size]]
-        generators = [torch.Generator().manual_seed(options.seed + first + row) for row in range(len(group))]
+        generators = [stream(options.seed, first + row) for row in range(len(group))]
         fits = max(map(len, group)) + count <= longest
         stepper = _Cached(model, group, count) if cache and fits else _Whole(model, group, longest)
         result += _continue(stepper, len(group), count, end, options, generators)
     return result
+
+
+def stream(seed: int, number: int) -> torch.Generator:
+    """The random numbers of prompt `number`. Neighbouring seeds share none: runs of several seeds are independent."""
+    [own] = numpy.random.SeedSequence([seed, number]).generate_state(1, numpy.uint64)
+    return torch.Generator().manual_seed(int(own))
 
 
 @torch.inference_mode()
@@ -196,7 +206,8 @@ def choose(logits: torch.Tensor, options: SamplingOptions, generator: torch.Gene
     """One token by its logits [ids]: temperature first, then top-k, then top-p among what is left."""
     if options.temperature == 0.0:
         return int(logits.argmax())
-    logits = logits / options.temperature
+    # The likeliest at 0: a temperature near 0 must not overflow.
+    logits = (logits - logits.max()) / options.temperature
     if 0 < options.top_k < logits.numel():
         logits = logits.masked_fill(logits < logits.topk(options.top_k).values[-1], float("-inf"))
     probabilities = logits.softmax(dim=-1)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy
 import torch
 
+from megatron_acco.preprocess.inputs import Position, Source, check_sources, find_sources, read_lines, read_tasks
 from megatron_acco.training.evaluate import token_losses
 
 
@@ -113,20 +114,40 @@ def score_documents(
     return score
 
 
+def check_indexed(prefix: str) -> None:
+    """Raise ValueError if there is no Megatron dataset of this prefix."""
+    for suffix in (".bin", ".idx"):
+        if not Path(prefix + suffix).is_file():
+            raise ValueError(f"--data-path {prefix}: no file {prefix + suffix}")
+
+
+def text_sources(paths: Sequence[str], form: str, key: str) -> list[Source]:
+    """Files of raw text in the formats that `preprocess-data` reads.
+
+    Args:
+        paths: files, folders or patterns.
+        form: what they hold; `auto`: by their names.
+        key: field of the text, where there are fields.
+
+    Raises:
+        ValueError: a file that is missing or cannot be used.
+    """
+    sources = find_sources(paths, form)
+    check_sources(sources, [key])
+    return sources
+
+
 def indexed_documents(prefix: str, tokenizer: Any) -> Iterator[Document]:
     """Documents of a Megatron dataset. Their bytes are those of the text that the ids stand for.
 
     Raises:
-        ValueError: no such dataset, or one of another tokenizer.
+        ValueError: the dataset is of another tokenizer.
     """
     from megatron.core.datasets.indexed_dataset import IndexedDataset
 
     from megatron_acco.preprocess.metadata import check_metadata, describe_tokenizer
     from megatron_acco.training.data import check_token_ids
 
-    for suffix in (".bin", ".idx"):
-        if not Path(prefix + suffix).is_file():
-            raise ValueError(f"--data-path {prefix}: no file {prefix + suffix}")
     check_metadata(prefix, describe_tokenizer(tokenizer))
     check_token_ids(prefix, tokenizer.vocab_size)
     dataset = IndexedDataset(prefix)
@@ -138,14 +159,13 @@ def indexed_documents(prefix: str, tokenizer: Any) -> Iterator[Document]:
         yield Document(ids, len(text.encode()))
 
 
-def text_documents(paths: Sequence[str], form: str, key: str, tokenizer: Any) -> Iterator[Document]:
-    """Documents of raw text in the formats that `preprocess-data` reads, with the ids that it would write.
+def text_documents(sources: Sequence[Source], key: str, tokenizer: Any) -> Iterator[Document]:
+    """Documents of raw text, with the ids that `preprocess-data` would write.
 
     Each ends with the end-of-document id; empty ones are left out.
 
     Args:
-        paths: files, folders or patterns.
-        form: what they hold; `auto`: by their names.
+        sources: what `text_sources` gives.
         key: field of the text, where there are fields.
         tokenizer: of the model.
 
@@ -155,11 +175,8 @@ def text_documents(paths: Sequence[str], form: str, key: str, tokenizer: Any) ->
     from megatron.core.datasets.indexed_dataset import DType
 
     from megatron_acco.preprocess.encode import BatchEncoder
-    from megatron_acco.preprocess.inputs import Position, check_sources, find_sources, read_tasks
     from megatron_acco.preprocess.work import documents_of
 
-    sources = find_sources(paths, form)
-    check_sources(sources, [key])
     encoder = BatchEncoder(tokenizer, DType.optimal_dtype(tokenizer.vocab_size))
     for task in read_tasks(sources, [key], Position(), 1 << 31, lambda text, start, before: None):
         if task.kind == "piece":  # never cut here: a whole text
@@ -203,12 +220,8 @@ def read_passages(path: Path, key: str) -> list[tuple[str, str]]:
     Raises:
         ValueError: naming the line that is wrong.
     """
-    try:
-        lines = path.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ValueError(f"--last-word {path} cannot be read: {error}") from error
     passages = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_lines(path, "--last-word"), 1):
         if not line.strip():
             continue
         try:

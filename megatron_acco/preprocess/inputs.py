@@ -79,6 +79,19 @@ class Task:
     names: tuple[str, ...] = ()
 
 
+def read_lines(path: Path, flag: str) -> list[str]:
+    """The lines of a UTF-8 file, ended by line feeds alone: text has other characters that Python takes for ends.
+
+    Raises:
+        ValueError: the file cannot be read.
+    """
+    try:
+        text = path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{flag} {path} cannot be read: {error}") from error
+    return text.removesuffix("\n").split("\n") if text else []
+
+
 # ---- finding ------------------------------------------------------------------------------------------------------
 
 

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
 from torch.utils.data import DataLoader
@@ -21,6 +19,7 @@ from megatron_acco.training.checkpoint import Checkpointer, Found, Saved, TrainS
 from megatron_acco.training.control import Stop, StopVote, Verdict
 from megatron_acco.training.evaluate import evaluate, masked_mean, masked_sum, token_losses
 from megatron_acco.training.metrics import TrainingLog
+from megatron_acco.training.token_weights import TokenWeights
 
 
 @dataclass
@@ -94,10 +93,13 @@ def train(run: Run, launcher: Sequence[int] = ()) -> Stop:
     stop = Stop.NO
     first, evaluated = state.iteration, state.iteration
     last = last_iteration(run)
+    weights = None
+    if run.arguments.per_token_loss:
+        weights = TokenWeights(batches, run.arguments.num_microbatches, last - first, run.control)
     run.log.clock.resume()
     with vote.listening():
         while not run.finished(last) and stop is Stop.NO:
-            learning_rate = train_update(run, batches)
+            learning_rate = train_update(run, batches, weights)
             state.iteration += 1
             run.count_samples()
             run.log.end_update(state, learning_rate)
@@ -112,6 +114,8 @@ def train(run: Run, launcher: Sequence[int] = ()) -> Stop:
             if _due(state, training.exit_interval):
                 break
         late = vote.finish().stop
+        if weights is not None:
+            weights.finish()
         finished = run.finished(last)
         run.log.flush()
         if finished and stop is Stop.NO and state.iteration > first:
@@ -135,8 +139,13 @@ def last_iteration(run: Run) -> int:
     return min(run.arguments.train_iters, run.state.iteration + whole)
 
 
-def train_update(run: Run, batches: Iterator[Batch]) -> float:
+def train_update(run: Run, batches: Iterator[Batch], weights: TokenWeights | None = None) -> float:
     """The micro-batches of one update on this rank.
+
+    Args:
+        run: the run.
+        batches: this rank's micro-batches.
+        weights: with per-token averaging; then it has the micro-batches.
 
     Returns:
         The learning rate of the update.
@@ -144,9 +153,12 @@ def train_update(run: Run, batches: Iterator[Batch]) -> float:
     engine, learning_rate = run.engine, 0.0
     update = engine.global_steps
     per_token: float | None = None
-    if run.arguments.per_token_loss:
-        batches, per_token = weigh_tokens(run, batches)
+    if weights is not None:
+        own, per_token = weights.take()
+        batches = iter(own)
     while engine.global_steps == update:
+        if weights is not None:
+            weights.read_ahead()
         batch = to_device(next(batches), engine.device)
         losses, mask = token_losses(engine, batch), batch["loss_mask"]
         loss = masked_mean(losses, mask) if per_token is None else masked_sum(losses, mask) * per_token
@@ -156,21 +168,6 @@ def train_update(run: Run, batches: Iterator[Batch]) -> float:
         engine.step()
         run.position += 1
     return learning_rate
-
-
-def weigh_tokens(run: Run, batches: Iterator[Batch]) -> tuple[Iterator[Batch], float]:
-    """This rank's micro-batches of one update, and what a token's loss is to be multiplied by. Collective.
-
-    The engine takes the mean over the micro-batches of all ranks; with this factor it becomes the mean over all tokens
-    with loss of the update.
-    """
-    count = run.arguments.num_microbatches
-    own = list(itertools.islice(batches, count))
-    tokens = torch.tensor(float(sum(batch["loss_mask"].sum() for batch in own)), dtype=torch.float64)
-    dist.all_reduce(tokens, group=run.control)
-    # Every rank of a replica has counted the replica's tokens.
-    micro_batches = count * dist.get_world_size(run.control)
-    return iter(own), micro_batches / max(1.0, float(tokens))
 
 
 def validate(run: Run) -> None:

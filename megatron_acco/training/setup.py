@@ -52,7 +52,7 @@ from megatron_acco.training.metrics import MetricsFile, TrainingLog
 from megatron_acco.training.model import build_model, parameter_groups
 from megatron_acco.training.replicated import sum_partial_gradients_in_backward
 from megatron_acco.training.schedule import Schedule, resolve_schedule
-from megatron_acco.training.tokenizer import build_tokenizer
+from megatron_acco.training.tokenizer import build_tokenizer, ids_digest
 
 # With adaptive accumulation: samples of a rank's stream, over those that it takes if all ranks are equally fast.
 _FASTEST = 2
@@ -128,6 +128,7 @@ def make_plan(argv: Sequence[str] | None, ranks: Ranks) -> Plan:
         tensor_parallel=tensor_parallel_size,
         arguments=arguments.as_dict(),
         vocab_size=tokenizer.vocab_size,
+        tokenizer=ids_digest(tokenizer),
     )
     refuse_other_writers(arguments.checkpoint, arguments.deepspeed)
     reader = Reader(ranks.rank, ranks.world_size, ranks.local_rank)
@@ -148,7 +149,7 @@ def _first_weights(options: CheckpointOptions, identity: Identity, reader: Reade
     flag = "--load" if options.finetune else "--pretrained-checkpoint"
     weights = find_weights(Path(options.weights_from), flag, checksums=reader.local_rank == 0)
     assert identity.vocab_size is not None
-    check_weights(weights, identity.model, identity.vocab_size, flag)
+    check_weights(weights, identity.model, identity.vocab_size, identity.tokenizer, flag)
     return weights
 
 

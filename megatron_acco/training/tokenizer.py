@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import os
@@ -15,6 +16,13 @@ _PACKAGES = {"huggingface": ("transformers", "hf"), "tiktoken": ("tiktoken", "da
 
 _TIKTOKEN_LARGEST = 1 << 17
 """Ids of a tiktoken tokenizer without --vocab-size, at most; megatron-core's default."""
+
+_PROBES = (
+    "The quick brown fox jumps over 13 lazy dogs; it's 1,234.5 times as quick (or so they say).",
+    "def main(argv: list[str]) -> int:\n    for word in argv[1:]:\n\tprint(word.upper(), end='')\n    return 0\n",
+    "Größer als naïve Œuvres? Съешь ещё этих булок. 大きい日本語の文。 \U0001f600 ½ ﬁ",
+    "international unbelievable restructuring photosynthesis mathematicians overwhelmingly",
+)
 
 _LIBRARIES = {
     "SentencePieceTokenizer": "sentencepiece",
@@ -85,6 +93,19 @@ def build_tokenizer(options: TokenizerOptions) -> Any:
             f"--tokenizer-model {options.tokenizer_model} has no end-of-document (</s>) id; documents must end with one"
         )
     return tokenizer
+
+
+def ids_digest(tokenizer: Any) -> str | None:
+    """A digest of the ids that a tokenizer gives, None for one that takes no text.
+
+    Equal for equal vocabularies in whatever form, such as a SentencePiece model and what `export` makes of it, and
+    under every release of their libraries.
+    """
+    try:
+        ids = [[int(token) for token in tokenizer.tokenize(text)] for text in _PROBES]
+    except Exception:  # a NullTokenizer, whose text is numbers
+        return None
+    return hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
 
 
 def _tiktoken_arguments(options: TokenizerOptions) -> dict[str, Any]:

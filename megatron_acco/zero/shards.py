@@ -40,6 +40,7 @@ __all__ = [
     "fits",
     "layout_of",
     "load",
+    "masters",
     "on_all_ranks",
 ]
 T = TypeVar("T")
@@ -229,6 +230,36 @@ def cut(shards: Iterable[Shard], layout: Sequence[Partition], options: Sequence[
     for group in groups:
         group.check()
     return _assemble(first, groups, options)
+
+
+def masters(shards: Iterable[Shard], sizes: Mapping[str, int]) -> dict[str, Tensor]:
+    """The fp32 weights of whole parameters, flat, by name; frozen ones have none.
+
+    Args:
+        shards: optimizer states in rank order.
+        sizes: elements of the parameters of the model.
+
+    Raises:
+        ValueError: the shards are of another model, or do not hold all elements.
+    """
+    whole: dict[str, Tensor] = {}
+    seen: dict[str, int] = {}
+    for shard in shards:
+        mappings = shard.get(PARAM_SLICE_MAPPINGS)
+        if mappings is None:
+            raise ValueError("the checkpoint is of a DeepSpeed that did not save where parameters lie")
+        for mapping, weights in zip(mappings, shard[SINGLE_PARTITION_OF_FP32_GROUPS], strict=True):
+            for name, where in mapping.items():
+                if name not in whole:
+                    whole[name] = torch.zeros(sizes.get(name, 0), dtype=torch.float32)
+                begin = seen.get(name, 0)
+                seen[name] = begin + where.numel
+                if seen[name] <= whole[name].numel():
+                    whole[name][begin : seen[name]] = weights.narrow(0, where.start, where.numel)
+    for name, value in whole.items():
+        if seen[name] != value.numel():
+            raise ValueError(f"the optimizer files hold {seen[name]} elements of {name}, the model {value.numel()}")
+    return whole
 
 
 class _Cut:

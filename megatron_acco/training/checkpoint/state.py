@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import numpy
@@ -12,7 +12,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from megatron.core.tensor_parallel import get_cuda_rng_tracker
 
-from megatron_acco.training.options import option
+from megatron_acco.training.blends import DataOptions
+from megatron_acco.training.options import flag_of, option
 
 if TYPE_CHECKING:
     from megatron_acco.training.schedule import Schedule
@@ -143,6 +144,7 @@ class Identity:
         tensor_parallel: number of tensor-parallel ranks, each of which has files of its own.
         vocab_size: ids of the tokenizer, the rows of the embedding that mean something; None in checkpoints of earlier
             releases.
+        tokenizer: `megatron_acco.training.tokenizer.ids_digest` of it; None: not known.
 
     With `ranks` 0 there are weights and nothing else (`megatron-acco import`).
     """
@@ -154,6 +156,7 @@ class Identity:
     arguments: dict[str, Any]
     tensor_parallel: int = 1
     vocab_size: int | None = None
+    tokenizer: str | None = None
 
 
 def refuse_other_writers(options: CheckpointOptions, config: Mapping[str, Any]) -> None:
@@ -218,6 +221,7 @@ def compare(
             multiple = rows // mine.tensor_parallel
             padding = f"; --make-vocab-size-divisible-by {multiple} pads the vocabulary as in the checkpoint"
         raise ValueError(f"--load {where} is of another model: {different}{padding}")
+    check_tokenizer(saved.tokenizer, mine.tokenizer, f"--load {where}")
     notices = []
     if saved.ranks != mine.ranks:
         before, now = _global_batch(saved), _global_batch(mine)
@@ -242,10 +246,28 @@ def compare(
             f"--load {where} has another learning-rate schedule: {different}; repeat the arguments of the first run, "
             f"or take the new ones with --override-opt_param-scheduler"
         )
-    different = _differences(saved.order, mine.order)
+    different = _differences(_flat(saved.order), _flat(mine.order))
     if different:
         notices.append(f"the order of samples changes at the resume: {different}")
     return tuple(notices)
+
+
+def check_tokenizer(saved: str | None, mine: str | None, what: str) -> None:
+    """Raise ValueError if `Identity.tokenizer` of a checkpoint and of a tokenizer at hand are known and differ."""
+    if None not in (saved, mine) and saved != mine:
+        raise ValueError(
+            f"{what} was trained with another tokenizer: this one gives other ids for the same text; give "
+            f"--tokenizer-model (and --tokenizer-type) of the training"
+        )
+
+
+def _flat(order: Mapping[str, Any]) -> dict[str, Any]:
+    """`Identity.order` with each data option by its flag; one that a release did not know has its default."""
+    data = order.get("data")
+    if not isinstance(data, Mapping):  # of the first release
+        return dict(order)
+    own = {flag_of(f): f.default if data.get(f.name) is None else data[f.name] for f in fields(DataOptions)}
+    return {**{name: value for name, value in order.items() if name != "data"}, **own}
 
 
 def model_differences(saved: Mapping[str, Any], mine: Mapping[str, Any], free: frozenset[str] = frozenset()) -> str:

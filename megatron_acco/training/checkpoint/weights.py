@@ -21,9 +21,10 @@ from deepspeed.checkpoint.constants import (
 )
 
 from megatron_acco.training.checkpoint import store
-from megatron_acco.training.checkpoint.state import CLIENT_STATE, model_differences
+from megatron_acco.training.checkpoint.state import CLIENT_STATE, check_tokenizer, model_differences
 from megatron_acco.training.checkpoint.store import Damaged
 from megatron_acco.training.model import ModelOptions, universal_checkpoint_info
+from megatron_acco.zero import shards
 
 State = dict[str, torch.Tensor]
 
@@ -31,6 +32,7 @@ VOCABULARY = ("embedding.word_embeddings.weight", "output_layer.weight")
 """The tensors with a row per token id, and rows of padding behind them."""
 
 _MODEL_FILE = re.compile(r"mp_rank_\d+_model_states\.pt")
+_SHARD_FILES = ("zero_pp_rank_{}_mp_rank_{:02d}_optim_states.pt", "bf16_zero_pp_rank_{}_mp_rank_{:02d}_optim_states.pt")
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,9 @@ class Weights:
         arguments: the command line of its run.
         vocab_size: ids that mean something; None if the checkpoint does not say.
         parts: content of the file of each tensor-parallel rank.
+        tokenizer: `Identity.tokenizer`.
+        optimizer: the optimizer files of each tensor-parallel rank, in the order of the data-parallel ranks; empty if
+            the checkpoint came without them.
     """
 
     folder: Path
@@ -52,6 +57,8 @@ class Weights:
     arguments: Mapping[str, Any]
     vocab_size: int | None
     parts: tuple[Mapping[str, Any], ...]
+    optimizer: tuple[tuple[Path, ...], ...] = ()
+    tokenizer: str | None = None
 
     @property
     def options(self) -> ModelOptions:
@@ -69,15 +76,43 @@ class Weights:
         """Type of the stored weights."""
         return next(iter(self.parts[0]["module"].values())).dtype
 
-    def state(self, rows: int | None = None) -> State:
+    @property
+    def has_masters(self) -> bool:
+        """Whether there are fp32 weights that say more than the stored ones."""
+        return self.dtype is not torch.float32 and bool(self.optimizer)
+
+    def told(self, masters: bool) -> str:
+        """Where the weights of `state` come from, in words; empty where that goes without saying."""
+        if not masters or self.dtype is torch.float32:
+            return ""
+        stored = str(self.dtype).removeprefix("torch.")
+        return " (the optimizer's master weights)" if self.has_masters else f" (stored as {stored}; no master weights)"
+
+    def state(self, rows: int | None = None, masters: bool = False) -> State:
         """All weights as one rank alone has them, in their stored type.
 
         Args:
             rows: rows that the embedding is to have, see `fit_rows`; None: those of the checkpoint.
+            masters: in fp32 instead, and from the optimizer's master weights where the checkpoint `has_masters`: what
+                is stored in a shorter type is those, rounded.
+
+        Raises:
+            ValueError: optimizer files that are missing, damaged or of another model.
         """
         modules = [part["module"] for part in self.parts]
+        if masters and self.has_masters:
+            modules = [self._masters(module, files) for module, files in zip(modules, self.optimizer, strict=True)]
         whole = dict(modules[0]) if len(modules) == 1 else merge(modules, self.parts[0][UNIVERSAL_CHECKPOINT_INFO])
+        if masters:
+            whole = {name: value.float() for name, value in whole.items()}
         return whole if rows is None else fit_rows(whole, self.vocab_size, rows)
+
+    def _masters(self, module: State, files: Iterable[Path]) -> State:
+        """A part's fp32 weights; what is not trained has none and is as stored."""
+        _check_files(self.folder, [file.name for file in files])
+        states = (shards.load(str(file), mapped=True)[shards.OPTIMIZER_STATE_DICT] for file in files)
+        found = shards.masters(states, {name: value.numel() for name, value in module.items()})
+        return {n: found[n].view_as(value) if n in found else value for n, value in module.items()}
 
 
 def find_weights(path: Path, flag: str = "--checkpoint", checksums: bool = True) -> Weights:
@@ -112,8 +147,11 @@ def find_weights(path: Path, flag: str = "--checkpoint", checksums: bool = True)
     if size > 1 and not all(UNIVERSAL_CHECKPOINT_INFO in part for part in parts):
         raise ValueError(f"{flag} {path}: {folder} does not say how its tensor-parallel parts fit together")
     iteration = header.get("state", {}).get("iteration", max(0, store.step_of(folder.name)))
-    vocab_size = identity.get("vocab_size")
-    return Weights(folder, int(iteration), identity["model"], identity.get("arguments", {}), vocab_size, parts)
+    vocab_size, arguments = identity.get("vocab_size"), identity.get("arguments", {})
+    optimizer = _optimizer_files(folder, int(identity.get("ranks", 0)), size)
+    return Weights(
+        folder, int(iteration), identity["model"], arguments, vocab_size, parts, optimizer, identity.get("tokenizer")
+    )
 
 
 def _files(folder: Path, checksums: bool) -> list[Path]:
@@ -130,6 +168,32 @@ def _files(folder: Path, checksums: bool) -> list[Path]:
     if checksums:
         store.check_checksums(folder, records)
     return [folder / record.name for record in records]
+
+
+def _optimizer_files(folder: Path, ranks: int, parts: int) -> tuple[tuple[Path, ...], ...]:
+    """Where the optimizer states of all ranks are or should be; empty if there are none at all."""
+    for name in _SHARD_FILES:
+        files = tuple(tuple(folder / name.format(rank, part) for rank in range(ranks)) for part in range(parts))
+        if any(file.is_file() for of_part in files for file in of_part):
+            return files
+    return ()
+
+
+def _check_files(folder: Path, names: list[str]) -> None:
+    """Raise ValueError for optimizer files that are missing, or not as the manifest has them, if there is one."""
+    hint = "; without --dtype fp32 the weights are taken as they are stored"
+    missing = [name for name in names if not (folder / name).is_file()]
+    if missing:
+        raise ValueError(f"{folder} has no {', '.join(missing[:4])}, which hold the fp32 master weights{hint}")
+    if not (folder / store.MANIFEST).is_file():
+        return
+    try:
+        files = store.read_manifest(folder).files
+        records = [files[name] for name in names if name in files]
+        store.check_sizes(folder, records)
+        store.check_checksums(folder, records)
+    except Damaged as error:
+        raise ValueError(f"{folder} is damaged: {error}{hint}") from error
 
 
 def _read(file: Path) -> Mapping[str, Any]:
@@ -217,13 +281,16 @@ def fit_rows(whole: State, vocab_size: int | None, rows: int) -> State:
 # ---- the start of a run ---------------------------------------------------------------------------------------------
 
 
-def check_weights(weights: Weights, options: Mapping[str, Any], vocab_size: int, flag: str) -> None:
+def check_weights(
+    weights: Weights, options: Mapping[str, Any], vocab_size: int, tokenizer: str | None, flag: str
+) -> None:
     """Raise ValueError if a run's model cannot take the weights.
 
     Args:
         weights: what it is to begin with.
         options: the model options of the run and `padded_vocab_size`.
         vocab_size: ids of the run's tokenizer.
+        tokenizer: its `Identity.tokenizer`.
         flag: the argument that named the weights.
     """
     free = {"padded_vocab_size"}
@@ -238,6 +305,7 @@ def check_weights(weights: Weights, options: Mapping[str, Any], vocab_size: int,
             f"the tokenizer has {vocab_size} ids, {flag} {weights.folder} only {known}: it was trained with another "
             f"tokenizer"
         )
+    check_tokenizer(weights.tokenizer, tokenizer, f"{flag} {weights.folder}")
 
 
 def load_weights(model: torch.nn.Module, weights: Weights, rows: int, rank: int, size: int) -> None:
