@@ -59,8 +59,9 @@ def export(
         if len(converted) > rows:
             raise ValueError(f"the tokenizer has {len(converted)} ids and the model only {rows}")
         ids = _ids(converted, original)
-    config = configuration(options, rows or weights.rows)
-    config.update({**ids, **weights.arguments.get("huggingface", {})})
+    # Else the families' own defaults would stand, which may not even be in the vocabulary.
+    ids = {**dict.fromkeys(IDS), **ids, **weights.arguments.get("huggingface", {})}
+    config = configuration(options, rows or weights.rows, ids)
     kind = weights.dtype if dtype is None else DTYPES[dtype]
     config.dtype = kind
     masters = kind is torch.float32

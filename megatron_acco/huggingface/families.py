@@ -74,8 +74,13 @@ def _present(reasons: Mapping[str, bool]) -> list[str]:
 # ---- options <-> configuration --------------------------------------------------------------------------------------
 
 
-def configuration(options: ModelOptions, vocab_size: int) -> Any:
+def configuration(options: ModelOptions, vocab_size: int, ids: Mapping[str, Any]) -> Any:
     """The transformers configuration of a model with `vocab_size` rows.
+
+    Args:
+        options: of the model.
+        vocab_size: rows of its embedding.
+        ids: special ids, such as `eos_token_id`.
 
     Raises:
         ValueError: see `family_of`.
@@ -84,6 +89,7 @@ def configuration(options: ModelOptions, vocab_size: int) -> Any:
         from transformers import GPT2Config
 
         return GPT2Config(
+            **ids,
             vocab_size=vocab_size,
             n_positions=options.max_position_embeddings,
             n_embd=options.hidden_size,
@@ -101,6 +107,7 @@ def configuration(options: ModelOptions, vocab_size: int) -> Any:
     from transformers import LlamaConfig
 
     return LlamaConfig(
+        **ids,
         vocab_size=vocab_size,
         hidden_size=options.hidden_size,
         intermediate_size=options.mlp_width,

@@ -82,7 +82,7 @@ def import_model(folder: Path, out: Path, *, dtype: str | None = None) -> str:
 
 
 def _stored_dtype(folder: Path) -> Any:
-    """The type that holds all weights as they are in the files: config.json, which "auto" follows, may say otherwise."""
+    """The type that holds all weights as they are in the files; config.json, which "auto" follows, may name another."""
     from safetensors import safe_open
 
     kinds = set()

@@ -95,12 +95,13 @@ def read_lines(path: Path, flag: str) -> list[str]:
 # ---- finding ------------------------------------------------------------------------------------------------------
 
 
-def find_sources(inputs: Sequence[str], form: str = "auto") -> list[Source]:
+def find_sources(inputs: Sequence[str], form: str = "auto", flag: str = "--input") -> list[Source]:
     """Files behind `--input`: files, folders (searched for known suffixes, in the order of their names), patterns.
 
     Args:
         inputs: paths.
         form: one of FORMATS for all files whatever their names, or `auto`.
+        flag: the argument that named them, for messages.
 
     Raises:
         ValueError: a path does not exist, or nothing says what it holds.
@@ -109,23 +110,30 @@ def find_sources(inputs: Sequence[str], form: str = "auto") -> list[Source]:
     for given in inputs:
         paths = [given] if os.path.exists(given) else sorted(glob.glob(given, recursive=True))
         if not paths:
-            raise ValueError(f"--input {given}: no such file or folder")
+            raise ValueError(f"{flag} {given}: no such file or folder")
         for path in paths:
-            found.extend(_below(path, form) if os.path.isdir(path) else [_source(path, _kind(path, form))])
+            found.extend(
+                _below(path, form, flag) if os.path.isdir(path) else [_source(path, _kind(path, form, flag), flag)]
+            )
     return found
 
 
-def _kind(path: str, form: str) -> str:
+def _kind(path: str, form: str, flag: str) -> str:
     if form != "auto":
         return form
     kind = _kind_by_suffix(path)
     if kind is None:
         known = " ".join(suffix for suffixes in _SUFFIXES.values() for suffix in suffixes)
         raise ValueError(
-            f"--input {path}: its name does not say what it holds (known: {known}, the first two kinds also with .gz "
-            f"or .zst); give --input-format"
+            f"{flag} {path}: its name does not say what it holds (known: {known}, the first two kinds also with .gz "
+            f"or .zst){_hint(flag)}"
         )
     return kind
+
+
+def _hint(flag: str) -> str:
+    """Only what has --input has --input-format."""
+    return "; give --input-format" if flag == "--input" else ""
 
 
 def _kind_by_suffix(path: str) -> str | None:
@@ -137,12 +145,12 @@ def _kind_by_suffix(path: str) -> str | None:
     return next((kind for kind, suffixes in _SUFFIXES.items() if name.endswith(suffixes)), None)
 
 
-def _below(folder: str, form: str) -> list[Source]:
+def _below(folder: str, form: str, flag: str) -> list[Source]:
     if os.path.isfile(os.path.join(folder, "dataset_dict.json")):
         parts = sorted(entry.name for entry in os.scandir(folder) if entry.is_dir())
-        raise ValueError(f"--input {folder} holds several datasets; name one: {folder}/{{{','.join(parts)}}}")
+        raise ValueError(f"{flag} {folder} holds several datasets; name one: {folder}/{{{','.join(parts)}}}")
     if form == "datasets" or os.path.isfile(os.path.join(folder, "dataset_info.json")):
-        return [_source(folder, "datasets")]
+        return [_source(folder, "datasets", flag)]
     # Hidden files and folders are no data: notebooks' and version control's.
     paths = sorted(
         path
@@ -150,26 +158,26 @@ def _below(folder: str, form: str) -> list[Source]:
         if path.is_file() and not any(part.startswith(".") for part in path.relative_to(folder).parts)
     )
     found = [
-        _source(str(path), kind)
+        _source(str(path), kind, flag)
         for path in paths
         if (kind := _kind_by_suffix(str(path)) if form == "auto" else form) is not None
     ]
     if not found:
-        raise ValueError(f"--input {folder}: no file with a known suffix in it; give --input-format")
+        raise ValueError(f"{flag} {folder}: no file with a known suffix in it{_hint(flag)}")
     return found
 
 
-def _source(path: str, kind: str) -> Source:
+def _source(path: str, kind: str, flag: str) -> Source:
     if kind == "datasets":
         if not os.path.isdir(path):
-            raise ValueError(f"--input {path}: a folder written by save_to_disk was expected")
+            raise ValueError(f"{flag} {path}: a folder written by save_to_disk was expected")
         stats = [entry.stat() for entry in os.scandir(path) if entry.is_file()]
         return Source(path, kind, sum(s.st_size for s in stats), max(s.st_mtime_ns for s in stats))
     try:
         with open(path, "rb"):
             stat = os.stat(path)
     except OSError as error:
-        raise ValueError(f"--input {path} cannot be read: {error.strerror}") from error
+        raise ValueError(f"{flag} {path} cannot be read: {error.strerror}") from error
     return Source(path, kind, stat.st_size, stat.st_mtime_ns)
 
 
@@ -182,7 +190,9 @@ def check_sources(sources: Sequence[Source], keys: Sequence[str]) -> None:
     """
     for source in sources:
         if source.kind == "text" and len(keys) != 1:
-            raise ValueError(f"{source.path} is plain text, which has no fields; give one name in --json-keys")
+            raise ValueError(
+                f"{source.path} is plain text, which has no fields, and {len(keys)} are asked for ({', '.join(keys)})"
+            )
         if source.kind == "parquet":
             with _parquet(source.path) as table:
                 _check_columns(source.path, table.schema_arrow, keys)
@@ -197,7 +207,7 @@ def _check_columns(path: str, schema: Any, keys: Sequence[str]) -> None:
 
     for key in keys:
         if key not in schema.names:
-            raise ValueError(f"{path} has no column {key!r}, only {', '.join(schema.names)}; see --json-keys")
+            raise ValueError(f"{path} has no column {key!r}, only {', '.join(schema.names)}")
         kind = schema.field(key).type
         if kinds.is_list(kind) or kinds.is_large_list(kind):
             kind = kind.value_type
@@ -363,7 +373,7 @@ def _read_whole(path: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise ValueError(f"--input {path} cannot be read: {error.strerror}") from error
+        raise ValueError(f"{path} cannot be read: {error.strerror}") from error
 
 
 @contextlib.contextmanager

@@ -155,13 +155,13 @@ def attention_mask(segments: torch.Tensor | None) -> torch.Tensor | None:
     return ((segments.unsqueeze(2) != segments.unsqueeze(1)) | later).unsqueeze(1)
 
 
-def read_examples(paths: Sequence[str], tokenizer: Any, sequence_length: int) -> Examples:
+def read_examples(paths: Sequence[str], tokenizer: Any, sequence_length: int, flag: str = "--data-path") -> Examples:
     """Tokenize the examples of jsonl (or parquet) files with `prompt` and `response`.
 
     Raises:
         ValueError: a file, or a line with its place, that cannot be used; no example fits.
     """
-    sources = find_sources(paths)
+    sources = find_sources(paths, flag=flag)
     check_sources(sources, KEYS)
     encoder = BatchEncoder(tokenizer, DType.optimal_dtype(tokenizer.vocab_size))
     end = numpy.array([tokenizer.eod], dtype=encoder.dtype)
@@ -224,7 +224,11 @@ def build_instruction_sets(
         by_split = {kind: whole.kept[bounds[i] : bounds[i + 1]] for i, kind in enumerate(SPLITS)}
     else:
         paths = {"train": options.train_data_path, "valid": options.valid_data_path, "test": options.test_data_path}
-        found = {k: read_examples(given, tokenizer, sequence_length) for k, given in paths.items() if given}
+        found = {
+            kind: read_examples(given, tokenizer, sequence_length, f"--{kind}-data-path")
+            for kind, given in paths.items()
+            if given
+        }
         by_split = {kind: found[kind].kept if kind in found else [] for kind in SPLITS}
     if not by_split["train"]:
         raise ValueError(f"--split {options.split_weights} leaves no examples to train on")

@@ -544,3 +544,30 @@ def test_B53_streams_that_are_cut_anew_bring_no_sample_twice(positions: list[int
     ]
     assert len(set(coming)) == len(coming) and not used & set(coming)
     assert min(coming) <= len(used) + 2 * 2 * (7 - 4) + ranks * size, "not much is left out"
+
+
+def test_data_options_that_a_checkpoint_does_not_know_have_their_defaults() -> None:
+    """Checkpoints from before --sft tell of no change where there is none; a real one is told by its flag."""
+    from megatron_acco.training.blends import DataOptions
+    from megatron_acco.training.checkpoint.state import compare
+
+    def with_data(**options: Any) -> Identity:
+        return dataclasses.replace(IDENTITY, order={"seed": 1, "data": options})
+
+    now = dataclasses.asdict(DataOptions(data_path=["a"]))
+    before = {name: value for name, value in now.items() if not name.startswith("sft")}
+    assert compare(with_data(**before), with_data(**now), "here", False) == ()
+    assert compare(with_data(**{**now, "num_workers": None}), with_data(**now), "here", False) == ()
+    [notice] = compare(with_data(**before), with_data(**{**now, "sft": True}), "here", False)
+    assert notice.endswith("changes at the resume: --sft is False in the checkpoint and True here")
+    [notice] = compare(with_data(**before), with_data(**{**now, "data_path": ["b"]}), "here", False)
+    assert notice.endswith("--data-path is ['a'] in the checkpoint and ['b'] here")
+
+
+def test_a_resume_with_another_tokenizer_is_refused() -> None:
+    from megatron_acco.training.checkpoint.state import compare
+
+    known, other = (dataclasses.replace(IDENTITY, tokenizer=digest) for digest in ("aa", "bb"))
+    assert compare(known, known, "here", False) == compare(IDENTITY, known, "here", False) == ()
+    with pytest.raises(ValueError, match="--load here was trained with another tokenizer"):
+        compare(known, other, "here", False)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,93 @@ def test_top_k_and_top_p_leave_the_likeliest() -> None:
     assert draws == {"all": {0, 1, 2, 3}, "top_k": {0, 1}, "top_p": {0, 1}, "both": {0}, "cold": {0}}
     with pytest.raises(ValueError, match="--top-p must be above 0"):
         SamplingOptions(top_p=0.0)
+
+
+def test_seeds_share_no_random_numbers_and_extreme_temperatures_are_right() -> None:
+    """A run of many prompts with seed 1 must not repeat those of seed 0, moved by one."""
+    drawn = [
+        tuple(torch.rand(2, generator=sampling.stream(seed, number)).tolist())
+        for seed in range(4)
+        for number in range(4)
+    ]
+    assert len(set(drawn)) == 16
+    assert drawn[5] == tuple(torch.rand(2, generator=sampling.stream(1, 1)).tolist())
+    logits = torch.tensor([1.0, 3.0, 2.0]) * 1e3
+    for temperature in (1e-38, 1e-3, 0.0):
+        assert sampling.choose(logits, SamplingOptions(temperature, 0), sampling.stream(0, 0)) == 1
+    flat = {
+        sampling.choose(logits, SamplingOptions(1e30, 99, 1.0), generator) for generator in [sampling.stream(0, 0)] * 64
+    }
+    assert flat == {0, 1, 2}
+    for wrong in ({"temperature": math.nan}, {"temperature": math.inf}, {"seed": -1}, {"top_p": math.nan}):
+        with pytest.raises(ValueError, match=r"--te|--seed|--top-p"):
+            SamplingOptions(**wrong)
+
+
+def test_lines_end_at_line_feeds_only(tmp_path: Path) -> None:
+    """Text may hold separators, form feeds and next-line characters, and begin with a byte order mark."""
+    from megatron_acco.cli.generate import read_prompts
+
+    text = "one\u2028two\x85three\x0cfour five"
+    passages, prompts, plain = (tmp_path / name for name in ("passages.jsonl", "prompts.jsonl", "prompts.txt"))
+    passages.write_text("\ufeff" + json.dumps({"text": text}, ensure_ascii=False) + "\r\n\n")
+    prompts.write_text(json.dumps({"prompt": text}, ensure_ascii=False) + "\n")
+    plain.write_text(f"{text}\r\n\nlast")
+    assert scoring.read_passages(passages, "text") == [(text.removesuffix(" five"), " five")]
+    assert read_prompts(None, prompts) == [text]
+    assert read_prompts(None, plain) == [text, "", "last"]
+    prompts.write_text('{"prompt": "a"}\n{"prompt": ["b"]}\n')
+    with pytest.raises(ValueError, match=r"prompts.jsonl:2: not a JSON object with a text"):
+        read_prompts(None, prompts)
+
+
+def test_what_is_wrong_is_told_before_the_model_is_loaded(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_loading(*args: Any) -> None:
+        raise AssertionError("the model has been loaded")
+
+    monkeypatch.setattr(loading, "load", no_loading)
+    text = tmp_path / "text.jsonl"
+    text.write_text('{"text": "some text"}\n')
+    evaluate = ["evaluate", "--checkpoint", str(trained / "checkpoints")]
+    cases = {
+        "no such file or folder": [*evaluate, "--input", str(tmp_path / "none.jsonl")],
+        "does not say what it holds": [*evaluate, "--input", str(trained / "tokenizer.vocab")],
+        "no file": [*evaluate, "--data-path", str(tmp_path / "none")],
+        "--seq-length must be 1 or more": [*evaluate, "--input", str(text), "--seq-length", "0"],
+        "no folder": [*evaluate, "--input", str(text), "--out", str(tmp_path / "none" / "scores.json")],
+        "is a folder": command(trained, "--out", str(tmp_path)),
+    }
+    for message, words in cases.items():
+        assert main(words) == 2
+        assert message in capsys.readouterr().err
+
+
+def test_a_tokenizer_that_gives_other_ids_is_refused(
+    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has the same number of ids; a copy of the right one elsewhere is welcome."""
+    from megatron_acco.training.tokenizer import TokenizerOptions, build_tokenizer, ids_digest
+
+    right = build_tokenizer(TokenizerOptions("SentencePieceTokenizer", str(trained / "tokenizer.model")))
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=iter(["ti fo enil rehtona dna", "sdrow wef a htiw txet emos"] * 20),
+        model_prefix=str(tmp_path / "other"),
+        vocab_size=right.vocab_size,
+        minloglevel=2,
+        hard_vocab_limit=False,
+    )
+    assert ids_digest(build_tokenizer(TokenizerOptions("NullTokenizer", vocab_size=9))) is None
+    whole = torch.load(trained / "checkpoints/global_step3/mp_rank_00_model_states.pt", weights_only=False)
+    whole["megatron_acco"]["identity"]["tokenizer"] = ids_digest(right)
+    torch.save(whole, tmp_path / "mp_rank_00_model_states.pt")
+    shutil.copyfile(trained / "tokenizer.model", tmp_path / "copy.model")
+    words = ["generate", "--checkpoint", str(tmp_path), "--tokens", "1", "--tokenizer-model"]
+    assert main([*words, str(tmp_path / "copy.model")]) == 0
+    capsys.readouterr()
+    assert main([*words, str(tmp_path / "other.model")]) == 2
+    assert "was trained with another tokenizer" in capsys.readouterr().err
 
 
 def test_generate_takes_prompts_from_a_file(trained: Path, tmp_path: Path) -> None:

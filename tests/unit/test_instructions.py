@@ -64,6 +64,15 @@ def test_what_cannot_be_used_is_refused_with_its_place(tmp_path: Path, tokenizer
         file.write_text('{"prompt": "1", "response": "2"}\n' + line + "\n")
         with pytest.raises(ValueError, match=message):
             read_examples([str(file)], tokenizer, 8)
+    for name, message in (
+        ("none.jsonl", "^--train-data-path .*none.jsonl: no such file"),
+        ("b.data", "^--train-data-path .*b.data: its name does not say what it holds [^;]*$"),
+        ("b.txt", "b.txt is plain text, which has no fields, and 2 are asked for .prompt, response.$"),
+    ):
+        if name != "none.jsonl":
+            (tmp_path / name).write_text("1")
+        with pytest.raises(ValueError, match=message):
+            read_examples([str(tmp_path / name)], tokenizer, 8, "--train-data-path")
     write(file, ("1 2 3 4", "5"))
     with pytest.raises(ValueError, match="no example whose prompt is shorter than --seq-length 4"):
         read_examples([str(file)], tokenizer, 4)
