@@ -54,7 +54,7 @@ def export(
     converted, ids, rows = None, {}, weights.vocab_size
     if tokenizer is not None:
         converted, original = convert_tokenizer(tokenizer_options(weights, tokenizer))
-        check_tokenizer(weights.tokenizer, ids_digest(original), str(weights.folder))
+        check_tokenizer(weights.tokenizer, ids_digest(original.tokenize), str(weights.folder))
         rows = rows or original.vocab_size
         if len(converted) > rows:
             raise ValueError(f"the tokenizer has {len(converted)} ids and the model only {rows}")

@@ -13,13 +13,13 @@ import torch
 from megatron_acco.huggingface.exporting import IDS
 from megatron_acco.huggingface.families import from_transformers, model_options
 from megatron_acco.huggingface.output import check_output, new_folder
-from megatron_acco.huggingface.tokenizers import TOKENIZER_FOLDER
-from megatron_acco.inference.loading import DTYPES
+from megatron_acco.inference.loading import DTYPES, TOKENIZER_FOLDER
 from megatron_acco.training.checkpoint import Identity, TrainState, store
 from megatron_acco.training.checkpoint.state import CLIENT_STATE
 from megatron_acco.training.checkpoint.writer import write_file
 from megatron_acco.training.model import ModelOptions
 from megatron_acco.training.options import flag_of
+from megatron_acco.training.tokenizer import ids_digest
 
 ARGUMENTS = "arguments.txt"
 """In an imported checkpoint: the arguments of pretrain_gpt_acco.py that describe its model and tokenizer."""
@@ -111,7 +111,9 @@ def _load_tokenizer(folder: Path) -> Any:
 def _write(out: Path, state: dict[str, torch.Tensor], options: ModelOptions, config: Any, tokenizer: Any) -> None:
     words = model_arguments(options)
     arguments: dict[str, Any] = {"huggingface": {name: getattr(config, name, None) for name in IDS}}
+    digest = None
     if tokenizer is not None:
+        digest = ids_digest(lambda text: tokenizer(text, add_special_tokens=False)["input_ids"])
         path = str(out.absolute() / TOKENIZER_FOLDER)
         arguments["tokenizer"] = {"tokenizer_type": "HuggingFaceTokenizer", "tokenizer_model": path}
         words += ["--tokenizer-type", "HuggingFaceTokenizer", "--tokenizer-model", path]
@@ -122,6 +124,7 @@ def _write(out: Path, state: dict[str, torch.Tensor], options: ModelOptions, con
         ranks=0,
         arguments=arguments,
         vocab_size=config.vocab_size,
+        tokenizer=digest,
     )
     described = dataclasses.asdict(identity)
     header = {"format": store.FORMAT, "state": dataclasses.asdict(TrainState()), "identity": described}

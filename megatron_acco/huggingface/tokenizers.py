@@ -12,9 +12,6 @@ from typing import Any
 from megatron_acco.preprocess.encode import PROBES
 from megatron_acco.training.tokenizer import TokenizerOptions, build_tokenizer
 
-TOKENIZER_FOLDER = "tokenizer"
-"""In an imported checkpoint: the files of the Hugging Face tokenizer."""
-
 
 def convert_tokenizer(options: TokenizerOptions) -> tuple[Any, Any]:
     """A transformers tokenizer, and megatron-core's that it was made from.

@@ -20,6 +20,8 @@ from megatron_acco.training.checkpoint.weights import Weights, find_weights
 from megatron_acco.training.model import build_model
 from megatron_acco.training.tokenizer import TokenizerOptions, build_tokenizer, ids_digest
 
+TOKENIZER_FOLDER = "tokenizer"
+"""In an imported checkpoint: the files of the Hugging Face tokenizer."""
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 STARTS = ("eod", "bos", "none")
 """What may stand before a text: the end of the document before it, the tokenizer's own beginning, nothing."""
@@ -77,7 +79,7 @@ def load(checkpoint: Path, given: Mapping[str, Any], dtype: str | None = None) -
     warnings.filterwarnings("ignore", module=r"megatron\.core")
     weights = find_weights(checkpoint)
     tokenizer = build_tokenizer(tokenizer_options(weights, given))
-    check_tokenizer(weights.tokenizer, ids_digest(tokenizer), str(weights.folder))
+    check_tokenizer(weights.tokenizer, ids_digest(tokenizer.tokenize), str(weights.folder))
     known = weights.vocab_size or weights.rows
     if tokenizer.vocab_size > known:
         raise ValueError(
@@ -111,6 +113,9 @@ def tokenizer_options(weights: Weights, given: Mapping[str, Any]) -> TokenizerOp
             mine["tokenizer_type"] = "HuggingFaceTokenizer" if folder else "SentencePieceTokenizer"
     if "tokenizer_type" in mine and mine["tokenizer_type"] != saved.get("tokenizer_type"):
         return TokenizerOptions(**mine)
+    own = weights.folder.parent / TOKENIZER_FOLDER
+    if saved.get("tokenizer_model") and not os.path.exists(saved["tokenizer_model"]) and own.is_dir():
+        saved["tokenizer_model"] = str(own)  # an imported checkpoint that has been moved
     model = mine.get("tokenizer_model", saved.get("tokenizer_model"))
     if not saved or (model is not None and not os.path.exists(model)):
         where = "names no tokenizer" if not saved else f"names the tokenizer {model}, which is not there"

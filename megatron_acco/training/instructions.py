@@ -251,9 +251,10 @@ def build_instruction_sets(
 def _notice(train: InstructionDataset | None, found: dict[str, Examples]) -> str:
     assert train is not None
     told = f"{len(train.examples):,} examples to train on in {len(train.rows):,} rows"
-    cut, dropped = sum(e.cut for e in found.values()), sum(e.dropped for e in found.values())
-    if cut:
-        told += f"; {cut:,} were longer than a row and have lost their end"
-    if dropped:
-        told += f"; {dropped:,} have been left out, because their prompts alone fill a row"
+    for kind, examples in found.items():
+        of_set = f" of the {kind} data" if kind else ""
+        if examples.cut:
+            told += f"; {examples.cut:,}{of_set} were longer than a row and have lost their end"
+        if examples.dropped:
+            told += f"; {examples.dropped:,}{of_set} have been left out, because their prompts alone fill a row"
     return told

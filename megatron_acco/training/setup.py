@@ -128,7 +128,7 @@ def make_plan(argv: Sequence[str] | None, ranks: Ranks) -> Plan:
         tensor_parallel=tensor_parallel_size,
         arguments=arguments.as_dict(),
         vocab_size=tokenizer.vocab_size,
-        tokenizer=ids_digest(tokenizer),
+        tokenizer=ids_digest(tokenizer.tokenize),
     )
     refuse_other_writers(arguments.checkpoint, arguments.deepspeed)
     reader = Reader(ranks.rank, ranks.world_size, ranks.local_rank)

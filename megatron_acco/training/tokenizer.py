@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import json
 import os
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,14 +96,14 @@ def build_tokenizer(options: TokenizerOptions) -> Any:
     return tokenizer
 
 
-def ids_digest(tokenizer: Any) -> str | None:
-    """A digest of the ids that a tokenizer gives, None for one that takes no text.
+def ids_digest(tokenize: Callable[[str], Iterable[int]]) -> str | None:
+    """A digest of the ids that a tokenizer gives to texts, None for one that takes no text.
 
     Equal for equal vocabularies in whatever form, such as a SentencePiece model and what `export` makes of it, and
     under every release of their libraries.
     """
     try:
-        ids = [[int(token) for token in tokenizer.tokenize(text)] for text in _PROBES]
+        ids = [[int(token) for token in tokenize(text)] for text in _PROBES]
     except Exception:  # a NullTokenizer, whose text is numbers
         return None
     return hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]

@@ -152,6 +152,58 @@ def test_export_cuts_padding_converts_and_shards(tmp_path: Path) -> None:
     assert torch.equal(half.lm_head.weight, model.lm_head.weight.bfloat16())
 
 
+def test_weights_are_taken_as_the_files_have_them(tmp_path: Path) -> None:
+    """config.json may name another type, or one of two: nothing is rounded. Ids that nobody named are not made up."""
+    from safetensors.torch import load_file, save_file
+
+    make(tmp_path / "named", **GPT2)
+    file = tmp_path / "named" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "dtype": "bfloat16", "eos_token_id": None}))
+    make(tmp_path / "mixed", **{**LLAMA, "dtype": torch.bfloat16})
+    weights = tmp_path / "mixed" / "model.safetensors"
+    state = {n: v.float() * 1.001 if "norm" in n else v for n, v in load_file(weights).items()}
+    save_file(state, weights, {"format": "pt"})
+    for name in ("named", "mixed"):
+        before = load_file(tmp_path / name / "model.safetensors")
+        assert main(["import", "--input", str(tmp_path / name), "--out", str(tmp_path / f"{name}-run")]) == 0
+        words = ["export", "--checkpoint", str(tmp_path / f"{name}-run"), "--no-tokenizer"]
+        assert main([*words, "--out", str(tmp_path / f"{name}-again")]) == 0
+        after = load_file(tmp_path / f"{name}-again" / "model.safetensors")
+        assert before.keys() == after.keys()
+        assert all(after[n].dtype is torch.float32 and torch.equal(before[n].float(), after[n]) for n in before)
+    content = torch.load(tmp_path / "named-run/global_step0/mp_rank_00_model_states.pt", weights_only=False)
+    del content["megatron_acco"]["identity"]["arguments"]["huggingface"]  # as training writes it
+    (tmp_path / "trained").mkdir()
+    torch.save(content, tmp_path / "trained" / "mp_rank_00_model_states.pt")
+    words = ["export", "--checkpoint", str(tmp_path / "trained"), "--no-tokenizer", "--out", str(tmp_path / "out")]
+    assert main(words) == 0
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert config["bos_token_id"] is config["eos_token_id"] is None
+
+
+def test_a_full_disk_is_one_message_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    import resource
+    import signal
+
+    make(tmp_path / "hf", **LLAMA)
+    words = ["import", "--input", str(tmp_path / "hf"), "--out", str(tmp_path / "run")]
+    assert main(words) == 0
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN), resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, before[1][1]))
+    try:
+        codes = [
+            main([*words[:-1], str(tmp_path / "second")]),
+            main(["export", "--checkpoint", str(tmp_path / "run"), "--out", str(tmp_path / "out"), "--no-tokenizer"]),
+        ]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before[1])
+        signal.signal(signal.SIGXFSZ, before[0])
+    errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("megatron-acco: error: ")]
+    assert codes == [2, 2] and len(errors) == 2
+    assert all("cannot be written: " in line and "File too large" in line for line in errors)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["hf", "run"]
+
+
 REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "rope": (
         {**LLAMA, "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}},
@@ -160,6 +212,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "bias": ({**LLAMA, "attention_bias": True}, "attention_bias True beside mlp_bias False"),
     "activation": ({**LLAMA, "hidden_act": "gelu"}, "hidden_act gelu"),
     "relu": ({**GPT2, "activation_function": "relu"}, "activation_function relu"),
+    "rope of a part": (
+        {**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}},
+        "rope setting partial_rotary_factor",
+    ),
+    "rope base": ({**LLAMA, "rope_parameters": {"rope_type": "default", "rope_theta": 10000.5}}, "no whole number"),
     "scale": ({**GPT2, "scale_attn_by_inverse_layer_idx": True}, "scale_attn_by_inverse_layer_idx"),
 }
 
@@ -210,7 +267,9 @@ def test_export_refuses_other_families_and_places_that_are_taken(
     assert not (tmp_path / "out").exists() and not list(tmp_path.glob(".partial*"))
 
 
-def test_sentencepiece_models_become_tokenizers_of_transformers_and_come_back(tmp_path: Path) -> None:
+def test_sentencepiece_models_become_tokenizers_of_transformers_and_come_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The quick BPE model of `preprocess-data --train-tokenizer`, and a unigram model with a dummy prefix."""
     import sentencepiece
 
@@ -238,5 +297,13 @@ def test_sentencepiece_models_become_tokenizers_of_transformers_and_come_back(tm
     assert "--tokenizer-type HuggingFaceTokenizer" in (tmp_path / "back" / "arguments.txt").read_text()
     assert main(["export", "--checkpoint", str(tmp_path / "back"), "--out", str(tmp_path / "again")]) == 0
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "again")("a b")["input_ids"]
-    shutil.rmtree(tmp_path / "back" / "tokenizer")
-    assert main(["export", "--checkpoint", str(tmp_path / "back"), "--out", str(tmp_path / "gone")]) == 2
+    # It knows its tokenizer where it is moved to, and refuses one that gives other ids, in whatever form.
+    moved = (tmp_path / "back").rename(tmp_path / "moved")
+    words = ["export", "--checkpoint", str(moved), "--out", str(tmp_path / "from moved")]
+    assert main([*words, "--tokenizer-model", str(tmp_path / "unigram")]) == 2
+    assert "was trained with another tokenizer" in capsys.readouterr().err
+    assert main(words) == 0
+    words[-1] += " too"
+    assert main([*words, "--tokenizer-model", str(tmp_path / "bpe.model")]) == 0
+    shutil.rmtree(moved / "tokenizer")
+    assert main(["export", "--checkpoint", str(moved), "--out", str(tmp_path / "gone")]) == 2

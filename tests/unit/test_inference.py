@@ -203,9 +203,9 @@ def test_a_tokenizer_that_gives_other_ids_is_refused(
         minloglevel=2,
         hard_vocab_limit=False,
     )
-    assert ids_digest(build_tokenizer(TokenizerOptions("NullTokenizer", vocab_size=9))) is None
+    assert ids_digest(build_tokenizer(TokenizerOptions("NullTokenizer", vocab_size=9)).tokenize) is None
     whole = torch.load(trained / "checkpoints/global_step3/mp_rank_00_model_states.pt", weights_only=False)
-    whole["megatron_acco"]["identity"]["tokenizer"] = ids_digest(right)
+    whole["megatron_acco"]["identity"]["tokenizer"] = ids_digest(right.tokenize)
     torch.save(whole, tmp_path / "mp_rank_00_model_states.pt")
     shutil.copyfile(trained / "tokenizer.model", tmp_path / "copy.model")
     words = ["generate", "--checkpoint", str(tmp_path), "--tokens", "1", "--tokenizer-model"]

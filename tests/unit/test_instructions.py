@@ -107,6 +107,12 @@ def test_sets_are_shares_of_one_file_or_files_of_their_own(tmp_path: Path, token
     own = DataOptions(train_data_path=[file], valid_data_path=[file], sft=True)
     both = build_instruction_sets(own, tokenizer, 8, 1, (25, 100, 100))
     assert both.sets["train"] is not None and len(both.sets["train"].rows) == 10
+    long = write(tmp_path / "long.jsonl", ("1", "2"), ("1", "2 3 4 5 6 7 8 9"), ("1 2 3 4 5 6 7 8", "9"))
+    own = DataOptions(train_data_path=[file], valid_data_path=[long], sft=True)
+    assert build_instruction_sets(own, tokenizer, 8, 1, (25, 100, 100)).notice == (
+        "10 examples to train on in 10 rows; 1 of the valid data were longer than a row and have lost their end; "
+        "1 of the valid data have been left out, because their prompts alone fill a row"
+    )
 
 
 @pytest.mark.parametrize("options", [GPT2, LLAMA], ids=["gpt2", "llama"])
