@@ -12,6 +12,10 @@ shift
 LIBRARY=$(python -c 'import sysconfig; print(sysconfig.get_path("stdlib"))')
 if [ $# -eq 0 ]; then set -- "$LIBRARY"/*.py; fi
 export DS_ACCELERATOR=${DS_ACCELERATOR:-cpu} OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
+if [ -n "$(ls -A "$OUT" 2>/dev/null)" ]; then
+    echo "error: $OUT is not empty; give another folder" >&2
+    exit 2
+fi
 mkdir -p "$OUT"
 
 echo "== 1. tokenizer and indexed data"

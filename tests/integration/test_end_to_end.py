@@ -34,12 +34,15 @@ def free_port() -> str:
 @pytest.mark.slow
 def test_from_raw_text_to_transformers_and_on_to_finetuning(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
-    out = tmp_path / "out"
+    script, out = ["bash", str(ROOT / "examples" / "end_to_end.sh")], tmp_path / "out"
+    (tmp_path / "used").touch()
+    refused = subprocess.run([*script, str(tmp_path)], env=environment(), capture_output=True, text=True, timeout=60)
+    assert refused.returncode == 2 and refused.stderr == f"error: {tmp_path} is not empty; give another folder\n"
     sizes = {"UPDATES": "24", "VOCABULARY": "600", "HIDDEN": "32", "PORT": free_port()}
     names = "abc ast bdb bisect calendar cmd code copy csv dis"
     texts = [str(LIBRARY / f"{name}.py") for name in names.split()]
     finished = subprocess.run(
-        ["bash", str(ROOT / "examples" / "end_to_end.sh"), str(out), *texts],
+        [*script, str(out), *texts],
         env={**environment(), **sizes},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from megatron_acco.training.batches import EvaluationSampler, build_loader
+from megatron_acco.training.batches import ConsumedSampleSampler, EvaluationSampler, build_loader
 from megatron_acco.training.blends import DataOptions
 from megatron_acco.training.evaluate import token_losses
 from megatron_acco.training.instructions import InstructionDataset, build_instruction_sets, pack, read_examples
 from megatron_acco.training.model import build_model
+from megatron_acco.training.token_weights import TokenWeights
 from megatron_acco.training.tokenizer import TokenizerOptions, build_tokenizer
 from tests.unit.test_model import GPT2, LLAMA
 
@@ -144,6 +145,31 @@ def test_packed_padded_and_alone_are_the_same_losses(tmp_path: Path, tokenizer: 
         assert other[0] == pytest.approx(alone[0], rel=1e-5)
         for name, gradient in alone[2].items():
             torch.testing.assert_close(other[2][name], gradient, rtol=1e-4, atol=1e-5, msg=name)
+
+
+def test_reading_ahead_changes_neither_samples_nor_weights_at_a_resume(tmp_path: Path, tokenizer: Any) -> None:
+    """A run that ends has read the next update's micro-batches; the one that resumes it takes the same ones again."""
+    file = write(tmp_path / "a.jsonl", *[(str(i), " ".join(["9"] * (1 + i % 4))) for i in range(10)])
+    dataset = InstructionDataset(read_examples([file], tokenizer, 8).kept, 8, 99, seed=3, pad=EOD, packing=False)
+    micro_batches, updates = 3, 5
+
+    def updates_from(first: int, last: int) -> list[tuple[list[list[int]], float]]:
+        order = ConsumedSampleSampler(len(dataset), 2 * micro_batches * first, 2, 0, 1)
+        batches = iter(build_loader(dataset, order, EOD + 1, 0, 0))
+        weights = TokenWeights(batches, micro_batches, updates - first, torch.distributed.group.WORLD)
+        taken = []
+        for _ in range(first, last):
+            own, factor = weights.take()
+            for _ in own:
+                weights.read_ahead()
+            taken.append(([row for batch in own for row in batch["tokens"].tolist()], factor))
+            assert factor == micro_batches / sum(float(batch["loss_mask"].sum()) for batch in own)
+        weights.finish()
+        return taken
+
+    whole = updates_from(0, updates)
+    assert updates_from(0, 2) + updates_from(2, updates) == whole
+    assert len({factor for _, factor in whole}) > 1
 
 
 def test_adaptive_accumulation_is_refused() -> None:
