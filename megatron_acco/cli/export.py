@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
+import re
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ def run(args: argparse.Namespace) -> int:
     require_transformers()
     if args.no_tokenizer and args.tokenizer_model is not None:
         raise ValueError("--no-tokenizer and --tokenizer-model contradict each other; give one")
+    if not re.fullmatch(r"\d+(\.\d+)?[KMGT]B", args.max_shard_size):
+        raise ValueError(f"--max-shard-size {args.max_shard_size}: give a number with KB, MB, GB or TB behind it")
 
     from megatron_acco.huggingface.exporting import export
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import sys
+import warnings
 from collections.abc import Sequence
 
 from megatron_acco.cli import (
@@ -19,6 +21,10 @@ from megatron_acco.cli import (
     preprocess_data,
     report,
 )
+
+# Before the imports that say it: the output is for the results.
+logging.getLogger("DeepSpeed").addFilter(lambda record: "Setting accelerator to CPU" not in record.getMessage())
+warnings.filterwarnings("ignore", module=r"megatron\.core")
 
 SUBCOMMANDS = (
     launch,

@@ -40,12 +40,17 @@ def import_model(folder: Path, out: Path, *, dtype: str | None = None) -> str:
         ValueError: another architecture, a setting that the model cannot express, missing or surplus weights.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.set_verbosity_error()  # it prints tables of what is told below
     check_output(out)
     if not (folder / "config.json").is_file():
         raise ValueError(f"--input {folder}: no Hugging Face model there (no file {folder / 'config.json'})")
     try:
-        kind = json.loads((folder / "config.json").read_text()).get("model_type")
+        described = json.loads((folder / "config.json").read_text())
+        if not isinstance(described, dict):
+            raise ValueError("it is not a JSON object")
+        kind = described.get("model_type")
         config = AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:
         raise ValueError(f"--input {folder}: config.json cannot be used: {error}") from error
@@ -59,7 +64,11 @@ def import_model(folder: Path, out: Path, *, dtype: str | None = None) -> str:
         )
     try:
         model, report = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=_stored_dtype(folder), local_files_only=True, output_loading_info=True
+            folder,
+            dtype=_stored_dtype(folder),
+            local_files_only=True,
+            output_loading_info=True,
+            ignore_mismatched_sizes=True,  # refused below
         )
     except Exception as error:
         raise ValueError(f"--input {folder}: the weights cannot be loaded: {error}") from error
@@ -69,7 +78,11 @@ def import_model(folder: Path, out: Path, *, dtype: str | None = None) -> str:
             raise ValueError(
                 f"--input {folder}: weights with {name.replace('_', ' ')}: {', '.join(map(str, keys[:5]))}"
             )
-    state = from_transformers(model.state_dict(), options)
+    theirs = model.state_dict()
+    if not torch.equal(theirs["lm_head.weight"], model.get_input_embeddings().weight):
+        # Whatever config.json says: transformers does not tie two matrices that differ in the files.
+        options = dataclasses.replace(options, untie_embeddings_and_output_weights=True)
+    state = from_transformers(theirs, options)
     stored = next(iter(state.values())).dtype
     target = stored if dtype is None else DTYPES[dtype]
     state = {name: value.detach().to(target) for name, value in state.items()}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -76,7 +75,6 @@ def load(checkpoint: Path, given: Mapping[str, Any], dtype: str | None = None) -
     Raises:
         ValueError: no or a damaged checkpoint, no tokenizer, or one with more ids than the model.
     """
-    warnings.filterwarnings("ignore", module=r"megatron\.core")
     weights = find_weights(checkpoint)
     tokenizer = build_tokenizer(tokenizer_options(weights, given))
     check_tokenizer(weights.tokenizer, ids_digest(tokenizer.tokenize), str(weights.folder))
@@ -117,6 +115,8 @@ def tokenizer_options(weights: Weights, given: Mapping[str, Any]) -> TokenizerOp
     if saved.get("tokenizer_model") and not os.path.exists(saved["tokenizer_model"]) and own.is_dir():
         saved["tokenizer_model"] = str(own)  # an imported checkpoint that has been moved
     model = mine.get("tokenizer_model", saved.get("tokenizer_model"))
+    if "tokenizer_model" in mine and not os.path.exists(model):
+        raise ValueError(f"--tokenizer-model {model}: no such file or folder")
     if not saved or (model is not None and not os.path.exists(model)):
         where = "names no tokenizer" if not saved else f"names the tokenizer {model}, which is not there"
         raise ValueError(f"{weights.folder} {where}; give --tokenizer-model")

@@ -116,9 +116,9 @@ def score_documents(
 
 def check_indexed(prefix: str) -> None:
     """Raise ValueError if there is no Megatron dataset of this prefix."""
-    for suffix in (".bin", ".idx"):
-        if not Path(prefix + suffix).is_file():
-            raise ValueError(f"--data-path {prefix}: no file {prefix + suffix}")
+    from megatron_acco.training.data import check_prefix
+
+    check_prefix(prefix, "--data-path")
 
 
 def text_sources(paths: Sequence[str], form: str, key: str) -> list[Source]:

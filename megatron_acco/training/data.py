@@ -24,7 +24,7 @@ from megatron_acco.training.blends import SPLITS, DataOptions, Source, find_sour
 from megatron_acco.training.index_cache import load_or_build
 from megatron_acco.training.instructions import build_instruction_sets
 
-__all__ = ["DataOptions", "Datasets", "build_datasets", "check_token_ids"]
+__all__ = ["DataOptions", "Datasets", "build_datasets", "check_prefix", "check_token_ids"]
 
 _SCANNED_TOKENS = 1 << 26
 _SCANNED_BLOCKS = 256
@@ -150,9 +150,7 @@ def _samples_of(source: Source, options: DataOptions, sequence_length: int, samp
 
 def _share_of(prefix: str, source: Source) -> tuple[int, int]:
     """Documents and tokens of a set's share of a prefix."""
-    for suffix in (".bin", ".idx"):
-        if not os.path.isfile(prefix + suffix):
-            raise ValueError(f"{source.flag} {prefix}: no file {prefix + suffix}")
+    check_prefix(prefix, source.flag)
     try:
         # megatron-core's reader stumbles over its own half-built object when the header is wrong.
         with open(prefix + ".idx", "rb") as index:
@@ -166,6 +164,21 @@ def _share_of(prefix: str, source: Source) -> tuple[int, int]:
     # megatron-core's own rounding.
     first, last = (int(round(bound * float(len(lengths)))) for bound in source.share)
     return last - first, int(lengths[first:last].sum(dtype=numpy.int64))
+
+
+def check_prefix(prefix: str, flag: str) -> None:
+    """Raise ValueError if there is no indexed dataset of this prefix, with what may have been meant."""
+    for suffix in (".bin", ".idx"):
+        if os.path.isfile(prefix + suffix):
+            continue
+        hint = ""
+        if prefix.endswith((".bin", ".idx")):
+            hint = f"; give the name without {prefix[-4:]}"
+        elif os.path.isfile(prefix):
+            hint = (
+                "; it takes what `megatron-acco preprocess-data` makes of text (or, for finetuning, jsonl with --sft)"
+            )
+        raise ValueError(f"{flag} {prefix}: no file {prefix + suffix}{hint}")
 
 
 def check_token_ids(prefix: str, vocab_size: int) -> None:

@@ -176,6 +176,8 @@ def read_examples(paths: Sequence[str], tokenizer: Any, sequence_length: int, fl
                 continue
             result.cut += len(ids) > sequence_length + 1
             result.kept.append(Example(ids[: sequence_length + 1], len(prompt)))
+    if not result.kept and not result.dropped:
+        raise ValueError(f"{flag} {', '.join(paths)}: no examples there")
     if not result.kept:
         raise ValueError(
             f"{', '.join(paths)}: no example whose prompt is shorter than --seq-length {sequence_length} tokens"

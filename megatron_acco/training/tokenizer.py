@@ -69,6 +69,8 @@ def build_tokenizer(options: TokenizerOptions) -> Any:
         raise ValueError(f"--tokenizer-type {options.tokenizer_type} needs --tokenizer-model")
     if library in ("sentencepiece", "tiktoken") and not os.path.isfile(options.tokenizer_model):
         raise ValueError(f"--tokenizer-model {options.tokenizer_model}: no such file")
+    elif not os.path.exists(options.tokenizer_model) and os.path.isabs(options.tokenizer_model):
+        raise ValueError(f"--tokenizer-model {options.tokenizer_model}: no such folder")
     if library in _PACKAGES:
         package, extra = _PACKAGES[library]
         if importlib.util.find_spec(package) is None:

@@ -181,6 +181,23 @@ def test_weights_are_taken_as_the_files_have_them(tmp_path: Path) -> None:
     assert config["bos_token_id"] is config["eos_token_id"] is None
 
 
+def test_an_output_layer_of_its_own_is_not_lost_to_a_config_that_ties_it(tmp_path: Path) -> None:
+    """transformers takes the two matrices of the file as they are; so must the import."""
+    make(tmp_path / "hf", **{**LLAMA, "tie_word_embeddings": False})
+    file = tmp_path / "hf" / "config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), "tie_word_embeddings": True}))
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "hf").eval()
+    assert main(["import", "--input", str(tmp_path / "hf"), "--out", str(tmp_path / "run")]) == 0
+    words = ["export", "--checkpoint", str(tmp_path / "run"), "--no-tokenizer", "--out", str(tmp_path / "again")]
+    assert main(words) == 0
+    again = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "again").eval()
+    tokens = torch.randint(VOCABULARY, (2, 40), generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        expected = model(tokens).logits
+        torch.testing.assert_close(logits_of(tmp_path / "run", tokens), expected, rtol=0, atol=1e-4)
+        torch.testing.assert_close(again(tokens).logits, expected, rtol=0, atol=1e-4)
+
+
 def test_a_full_disk_is_one_message_and_leaves_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     import resource
     import signal
@@ -231,6 +248,13 @@ def test_import_refuses_what_the_model_cannot_express(tmp_path: Path, capsys: py
         make(tmp_path / name, **settings)
         refused(tmp_path / name, message)
     refused(tmp_path / "nowhere", "no Hugging Face model there")
+    sizes = tmp_path / "sizes"
+    make(sizes, **LLAMA)
+    config = json.loads((sizes / "config.json").read_text())
+    (sizes / "config.json").write_text(json.dumps({**config, "vocab_size": VOCABULARY + 1}))
+    refused(sizes, "weights with mismatched keys: ")
+    (sizes / "config.json").write_text("[1]")
+    refused(sizes, "config.json cannot be used: it is not a JSON object")
     whole = make(tmp_path / "llama", **LLAMA)
     state = {name: value for name, value in whole.state_dict().items() if "layers.1.mlp.up" not in name}
     whole.save_pretrained(tmp_path / "llama", state_dict=state)
@@ -256,6 +280,8 @@ def test_export_refuses_other_families_and_places_that_are_taken(
     assert main(words) == 0 and main(words) == 2
     assert "is there already" in capsys.readouterr().err
     words = ["export", "--checkpoint", str(tmp_path / "run"), "--out", str(tmp_path / "out")]
+    assert main([*words, "--no-tokenizer", "--max-shard-size", "5"]) == 2
+    assert "--max-shard-size 5: give a number with KB" in capsys.readouterr().err
     assert main(words) == 2
     assert "names no tokenizer; give --tokenizer-model" in capsys.readouterr().err
     file = tmp_path / "run" / "global_step0" / "mp_rank_00_model_states.pt"

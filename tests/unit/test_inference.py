@@ -179,7 +179,9 @@ def test_what_is_wrong_is_told_before_the_model_is_loaded(
     cases = {
         "no such file or folder": [*evaluate, "--input", str(tmp_path / "none.jsonl")],
         "does not say what it holds": [*evaluate, "--input", str(trained / "tokenizer.vocab")],
-        "no file": [*evaluate, "--data-path", str(tmp_path / "none")],
+        "none.bin\n": [*evaluate, "--data-path", str(tmp_path / "none")],
+        "text.jsonl.bin; it takes what `megatron-acco preprocess-data` makes": [*evaluate, "--data-path", str(text)],
+        "give the name without .idx": [*evaluate, "--data-path", str(tmp_path / "none.idx")],
         "--seq-length must be 1 or more": [*evaluate, "--input", str(text), "--seq-length", "0"],
         "no folder": [*evaluate, "--input", str(text), "--out", str(tmp_path / "none" / "scores.json")],
         "is a folder": command(trained, "--out", str(tmp_path)),
@@ -211,6 +213,9 @@ def test_a_tokenizer_that_gives_other_ids_is_refused(
     words = ["generate", "--checkpoint", str(tmp_path), "--tokens", "1", "--tokenizer-model"]
     assert main([*words, str(tmp_path / "copy.model")]) == 0
     capsys.readouterr()
+    gone = str(tmp_path / "gone.model")
+    assert main(["evaluate", *words[1:3], "--input", __file__, "--input-format", "text", words[-1], gone]) == 2
+    assert f"--tokenizer-model {gone}: no such file" in capsys.readouterr().err
     assert main([*words, str(tmp_path / "other.model")]) == 2
     assert "was trained with another tokenizer" in capsys.readouterr().err
 

@@ -74,6 +74,9 @@ def test_what_cannot_be_used_is_refused_with_its_place(tmp_path: Path, tokenizer
             (tmp_path / name).write_text("1")
         with pytest.raises(ValueError, match=message):
             read_examples([str(tmp_path / name)], tokenizer, 8, "--train-data-path")
+    file.write_text("\n")
+    with pytest.raises(ValueError, match=r"^--data-path .*a.jsonl: no examples there$"):
+        read_examples([str(file)], tokenizer, 4)
     write(file, ("1 2 3 4", "5"))
     with pytest.raises(ValueError, match="no example whose prompt is shorter than --seq-length 4"):
         read_examples([str(file)], tokenizer, 4)

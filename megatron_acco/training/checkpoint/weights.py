@@ -128,7 +128,10 @@ def find_weights(path: Path, flag: str = "--checkpoint", checksums: bool = True)
     """
     folder = path
     if (path / "latest").is_file():
-        tag = (path / "latest").read_text().strip()
+        try:
+            tag = (path / "latest").read_text().strip()
+        except (OSError, ValueError) as error:
+            raise ValueError(f"{flag} {path}: {path / 'latest'} cannot be read: {error}") from error
         if not tag or Path(tag).name != tag:
             raise ValueError(f"{flag} {path}: {path / 'latest'} names {tag!r}, which is no folder's name")
         folder = path / tag
