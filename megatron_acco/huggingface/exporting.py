@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -46,7 +45,6 @@ def export(
     """
     from transformers import AutoModelForCausalLM
 
-    warnings.filterwarnings("ignore", module=r"megatron\.core")
     check_output(out)
     weights = find_weights(checkpoint)
     options = weights.options
