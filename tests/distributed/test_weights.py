@@ -7,12 +7,14 @@ them is the judge.
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from deepspeed.checkpoint.ds_to_universal import main as convert
 
 from tests.distributed import gpt
 from tests.distributed.gpt import Case
@@ -109,6 +111,13 @@ def test_master_weights_are_read_from_the_optimizer_files(ranks: Callable, tmp_p
         assert value.dtype is torch.float32 and torch.equal(value, expected[name].view_as(value)), name
         assert torch.equal(value.bfloat16(), stored[name]), name
     assert any(not torch.equal(masters[name], stored[name].float()) for name in stored)
+    if case.tp == 2:
+        folders = {"input_folder": str(tmp_path / "step"), "output_folder": str(tmp_path / "universal")}
+        options = {"num_extract_workers": 1, "num_merge_workers": 1, "keep_temp_folder": False, "strict": True}
+        convert(argparse.Namespace(**folders, **options, inject_missing_state=False))
+        universal = find_weights(tmp_path / "universal")
+        assert universal.has_masters
+        assert all(torch.equal(value, masters[name]) for name, value in universal.state(masters=True).items())
     missing = sorted((tmp_path / "step").glob("*_optim_states.pt"))[1]
     missing.unlink()
     with pytest.raises(ValueError, match=f"has no {missing.name}, which hold"):

@@ -79,7 +79,7 @@ class Weights:
     @property
     def has_masters(self) -> bool:
         """Whether there are fp32 weights that say more than the stored ones."""
-        return self.dtype is not torch.float32 and bool(self.optimizer)
+        return self.dtype is not torch.float32 and (bool(self.optimizer) or store.is_universal(self.folder))
 
     def told(self, masters: bool) -> str:
         """Where the weights of `state` come from, in words; empty where that goes without saying."""
@@ -100,19 +100,37 @@ class Weights:
             ValueError: optimizer files that are missing, damaged or of another model.
         """
         modules = [part["module"] for part in self.parts]
-        if masters and self.has_masters:
-            modules = [self._masters(module, files) for module, files in zip(modules, self.optimizer, strict=True)]
+        if masters and self.has_masters and self.optimizer:
+            modules = [self._masters(part, files) for part, files in zip(self.parts, self.optimizer, strict=True)]
         whole = dict(modules[0]) if len(modules) == 1 else merge(modules, self.parts[0][UNIVERSAL_CHECKPOINT_INFO])
+        if masters and self.has_masters and not self.optimizer:
+            whole |= self._universal_masters()
         if masters:
             whole = {name: value.float() for name, value in whole.items()}
         return whole if rows is None else fit_rows(whole, self.vocab_size, rows)
 
-    def _masters(self, module: State, files: Iterable[Path]) -> State:
+    def _masters(self, part: Mapping[str, Any], files: Iterable[Path]) -> State:
         """A part's fp32 weights; what is not trained has none and is as stored."""
+        module: State = part["module"]
         _check_files(self.folder, [file.name for file in files])
         states = (shards.load(str(file), mapped=True)[shards.OPTIMIZER_STATE_DICT] for file in files)
         found = shards.masters(states, {name: value.numel() for name, value in module.items()})
+        missing = sorted(_trained(part) - found.keys())
+        if missing:
+            raise ValueError(f"the optimizer files of {self.folder} do not hold {', '.join(missing[:4])}")
         return {n: found[n].view_as(value) if n in found else value for n, value in module.items()}
+
+    def _universal_masters(self) -> State:
+        """The whole fp32 weights of DeepSpeed's universal form, which has a file for each."""
+        return {
+            name: shards.load(str(self.folder / "zero" / name / "fp32.pt"), mapped=True)["param"]
+            for name in sorted(_trained(self.parts[0]))
+        }
+
+
+def _trained(part: Mapping[str, Any]) -> set[str]:
+    """Names of the parameters that have an optimizer state."""
+    return {name for group in part.get("param_shapes") or () for name in group}
 
 
 def find_weights(path: Path, flag: str = "--checkpoint", checksums: bool = True) -> Weights:
