@@ -115,7 +115,7 @@ def tokenizer_options(weights: Weights, given: Mapping[str, Any]) -> TokenizerOp
     if saved.get("tokenizer_model") and not os.path.exists(saved["tokenizer_model"]) and own.is_dir():
         saved["tokenizer_model"] = str(own)  # an imported checkpoint that has been moved
     model = mine.get("tokenizer_model", saved.get("tokenizer_model"))
-    if "tokenizer_model" in mine and not os.path.exists(model):
+    if "tokenizer_model" in mine and not os.path.exists(mine["tokenizer_model"]):
         raise ValueError(f"--tokenizer-model {model}: no such file or folder")
     if not saved or (model is not None and not os.path.exists(model)):
         where = "names no tokenizer" if not saved else f"names the tokenizer {model}, which is not there"

@@ -279,6 +279,8 @@ def test_export_refuses_other_families_and_places_that_are_taken(
     words = ["import", "--input", str(tmp_path / "hf"), "--out", str(tmp_path / "run")]
     assert main(words) == 0 and main(words) == 2
     assert "is there already" in capsys.readouterr().err
+    assert main(["export", "--checkpoint", str(tmp_path / "hf"), "--out", str(tmp_path / "out")]) == 2
+    assert "no checkpoint there" in (told := capsys.readouterr().err) and "`megatron-acco import` makes" in told
     words = ["export", "--checkpoint", str(tmp_path / "run"), "--out", str(tmp_path / "out")]
     assert main([*words, "--no-tokenizer", "--max-shard-size", "5"]) == 2
     assert "--max-shard-size 5: give a number with KB" in capsys.readouterr().err

@@ -154,7 +154,9 @@ def find_weights(path: Path, flag: str = "--checkpoint", checksums: bool = True)
             raise ValueError(f"{flag} {path}: {path / 'latest'} names {tag!r}, which is no folder's name")
         folder = path / tag
     if not (folder / store.MODEL_FILE).is_file():
-        raise ValueError(f"{flag} {path}: no checkpoint there (no file {folder / store.MODEL_FILE})")
+        is_other = (path / "config.json").is_file()
+        hint = "; of a Hugging Face folder `megatron-acco import` makes a checkpoint" if is_other else ""
+        raise ValueError(f"{flag} {path}: no checkpoint there (no file {folder / store.MODEL_FILE}){hint}")
     try:
         files = _files(folder, checksums)
     except Damaged as error:
