@@ -11,6 +11,11 @@ from enum import Enum, StrEnum
 from typing import Any
 
 SECTION = "acco"
+AUTO = "auto"
+# The first of them is not quantized.
+ESTIMATE_BITS = (32, 16, 8, 4)
+# Options of which "auto" is a value.
+MAY_BE_AUTO = ("estimate_fraction",)
 
 
 class Mode(StrEnum):
@@ -82,11 +87,27 @@ class AccoConfig:
         "be faster: `warn` says so in the log; `auto` changes to `sync` rounds at an update boundary, on all ranks "
         "together, and back when `mode` would be faster again.",
     )
-    estimate_fraction: float = _option(
+    estimate_fraction: float | str = _option(
         0.5,
-        "Share of an update's micro-batches in its first half, 0 < f < 1. The first half takes "
+        "Mode `acco` only. Share of an update's micro-batches in its first half, 0 < f < 1. The first half takes "
         "floor(f * gradient_accumulation_steps) micro-batches, at least one, and leaves at least one. "
-        "Used by mode `acco` only.",
+        '`"auto"` starts with equal halves and then follows the measured times of compute and of the two exchanges: '
+        "the first half covers the commit's, the second the estimate's. The choice depends on timings, so runs are not "
+        "bit-reproducible.",
+    )
+    estimate_bits: int = _option(
+        32,
+        "Mode `acco` only. Bits of a value in the estimate's exchange: 32 (not quantized: the communication dtype), 16, "
+        "8 or 4. Only the weights at which the next first half is computed depend on it; the commit stays exact.",
+    )
+    estimate_block_size: int = _option(
+        256,
+        "Values that share one fp32 scale in a quantized estimate; a multiple of 8.",
+    )
+    estimate_stochastic_rounding: bool = _option(
+        False,
+        "Round the values of a quantized estimate up or down at random, right on average, instead of to the nearest "
+        "step.",
     )
     warmup_updates: int = _option(
         0,
@@ -122,9 +143,22 @@ class AccoConfig:
         return config
 
     def _check(self, where: str) -> None:
-        if not 0.0 < self.estimate_fraction < 1.0:
+        if not self.auto_fraction and not 0.0 < float(self.estimate_fraction) < 1.0:
             raise ValueError(
-                f'"{where}.estimate_fraction" must lie strictly between 0 and 1, got {self.estimate_fraction}'
+                f'"{where}.estimate_fraction" must lie strictly between 0 and 1, or be "auto", got '
+                f"{self.estimate_fraction}"
+            )
+        if self.estimate_bits not in ESTIMATE_BITS:
+            choices = ", ".join(map(str, ESTIMATE_BITS))
+            raise ValueError(f'"{where}.estimate_bits" must be one of {choices}, got {self.estimate_bits}')
+        if self.estimate_block_size < 8 or self.estimate_block_size % 8:
+            raise ValueError(
+                f'"{where}.estimate_block_size" must be a multiple of 8, 8 or more, got {self.estimate_block_size}'
+            )
+        if self.estimate_stochastic_rounding and not self.coarse:
+            raise ValueError(
+                f'"{where}.estimate_stochastic_rounding" rounds what "{where}.estimate_bits" quantizes, which is 32 '
+                f"(not quantized); set it to 16, 8 or 4"
             )
         for name in ("warmup_updates", "abort_after_skipped_updates"):
             if getattr(self, name) < 0:
@@ -143,6 +177,16 @@ class AccoConfig:
         """Whether halves end when the exchange in flight does."""
         return self.accumulation is Accumulation.ADAPTIVE
 
+    @property
+    def coarse(self) -> bool:
+        """Whether the estimate's exchange is quantized."""
+        return self.estimate_bits != ESTIMATE_BITS[0]
+
+    @property
+    def auto_fraction(self) -> bool:
+        """Whether the split of an update is chosen from measurements."""
+        return self.estimate_fraction == AUTO
+
     def check_accumulation_steps(self, steps: int) -> None:
         """Raise ValueError if an update of `steps` micro-batches per rank cannot be split into two halves."""
         if self.enabled and self.mode is Mode.ACCO and steps < 2:
@@ -152,10 +196,16 @@ class AccoConfig:
                 f'accumulation steps, or "mode": "dpu" / "wp" / "sync".'
             )
 
-    def first_half_micro_batches(self, steps: int) -> int:
-        """Micro-batches of the first half of an update of `steps` micro-batches per rank (at least 1, leaves 1)."""
+    def first_half_micro_batches(self, steps: int, fraction: float | None = None) -> int:
+        """Micro-batches of the first half of an update of `steps` micro-batches per rank (at least 1, leaves 1).
+
+        Args:
+            fraction: the first half's share, if it was chosen; else the configured one, to begin with one half.
+        """
+        if fraction is None:
+            fraction = 0.5 if self.auto_fraction else float(self.estimate_fraction)
         # The small term keeps products such as 0.29 * 100 = 28.999999999999996 from losing a micro-batch.
-        return min(max(1, math.floor(self.estimate_fraction * steps + 1e-9)), max(1, steps - 1))
+        return min(max(1, math.floor(fraction * steps + 1e-9)), max(1, steps - 1))
 
 
 def acco_config(deepspeed_config: Mapping[str, Any]) -> AccoConfig | None:
@@ -180,7 +230,9 @@ def unknown_key_message(path: str, key: str, known: Any) -> str:
 def _parse(path: str, default: Any, value: Any) -> Any:
     """`value` as the type of `default`; no conversions, so that a wrong type is an error here and not later."""
     assert default is not MISSING
-    if value == "auto" and not isinstance(default, Fallback):
+    if value == AUTO and path.rpartition(".")[2] in MAY_BE_AUTO:
+        return AUTO
+    if value == AUTO and not isinstance(default, Fallback):
         raise ValueError(f'"{path}" is "auto", which nothing resolves; give a value')
     if isinstance(default, Enum):
         choices = [member.value for member in type(default)]

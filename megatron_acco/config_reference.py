@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from dataclasses import fields
+from dataclasses import Field, fields
 from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from megatron_acco.config import AccoConfig
+from megatron_acco.config import AUTO, MAY_BE_AUTO, AccoConfig
 
 BEGIN = "<!-- acco reference: begin -->"
 END = "<!-- acco reference: end -->"
@@ -25,7 +25,7 @@ def render() -> str:
     """The reference as a Markdown table, one row per option, without the markers."""
     rows = ["| Key | Type | Default | Meaning |", "|---|---|---|---|"]
     for field in fields(AccoConfig):
-        cells = (f"`{field.name}`", _type(field.default), f"`{_json(field.default)}`", field.metadata["doc"])
+        cells = (f"`{field.name}`", _type(field), f"`{_json(field.default)}`", field.metadata["doc"])
         rows.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
     return "\n".join(rows)
 
@@ -55,10 +55,12 @@ def update(path: str | Path) -> None:
     file.write_text(insert(file.read_text(encoding="utf-8")), encoding="utf-8")
 
 
-def _type(default: Any) -> str:
+def _type(field: Field[Any]) -> str:
+    default = field.default
     if isinstance(default, Enum):
         return " or ".join(f'`"{member.value}"`' for member in type(default))
-    return {bool: "true or false", int: "whole number", float: "number"}[type(default)]
+    kind = {bool: "true or false", int: "whole number", float: "number"}[type(default)]
+    return f'{kind} or `"{AUTO}"`' if field.name in MAY_BE_AUTO else kind
 
 
 def _json(default: Any) -> str:

@@ -1,14 +1,14 @@
 """The cost model: time of one update from compute and exchange times (docs/how-it-works.md). Pure arithmetic.
 
 `c`: compute of one micro-batch; `k`: micro-batches per update and rank; `T`: one reduce-scatter plus all-gather, with
-the optimizer's work between them; `R` and `G`: the all-reduce and the all-gather of DeepSpeed's ZeRO-1. All times are
+the optimizer's work between them (of an estimate round `estimate`, where it is quantized); `R` and `G`: the all-reduce and the all-gather of DeepSpeed's ZeRO-1. All times are
 seconds.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Costs:
             on by default), which moves what a reduce-scatter and an all-gather move: None is `T`.
         gathering: of DeepSpeed's ZeRO-1, `G`; None is half of `T`.
         blocking: a collective keeps the thread that calls it waiting (gloo), so that ZeRO-1 overlaps nothing.
+        estimate: the exchange of an estimate round, where it is another than a commit's (quantized); None is `T`.
     """
 
     compute: float
@@ -29,6 +30,7 @@ class Costs:
     reduction: float | None = None
     gathering: float | None = None
     blocking: bool = False
+    estimate: float | None = None
 
     def compute_only(self, steps: int) -> float:
         """An update of `steps` micro-batches without any communication."""
@@ -79,17 +81,33 @@ class Costs:
     def acco(self, steps: int, first_half: int) -> float:
         """Mode `acco`: the commit behind the first half, the estimate behind the second."""
         first, second = first_half * self.compute, (steps - first_half) * self.compute
-        return max(first, self.exchange) + max(second, self.exchange)
+        return max(first, self.exchange) + max(second, self._estimate)
+
+    def best_first_half(self, steps: int, slack: float = 0.0) -> int:
+        """The split of mode `acco` that takes the least time; of those within 0.5 % of it the most even one.
+
+        Args:
+            steps: micro-batches per update, two or more.
+            slack: share by which the exchanges are taken for longer than they were measured.
+        """
+        slow = replace(self, exchange=self.exchange * (1.0 + slack), estimate=self._estimate * (1.0 + slack))
+        seconds = {first: slow.acco(steps, first) for first in range(1, steps)}
+        good = [first for first, time in seconds.items() if time <= 1.005 * min(seconds.values())]
+        return min(good, key=lambda first: abs(first - steps / 2))
 
     def acco_steps_to_hide(self) -> int:
-        """Smallest number of micro-batches per update at which equal halves hide both exchanges of mode `acco`."""
+        """Smallest number of micro-batches per update that, split as is best, hides both exchanges of mode `acco`."""
         if self.compute <= 0.0:
             return 2
-        return 2 * max(1, math.ceil(self.exchange / self.compute - 1e-9))
+        return sum(max(1, math.ceil(time / self.compute - 1e-9)) for time in (self.exchange, self._estimate))
+
+    @property
+    def _estimate(self) -> float:
+        return self.exchange if self.estimate is None else self.estimate
 
     def adaptive_steps(self, floor: int, most_per_half: int) -> int:
         """Micro-batches per update of `accumulation: adaptive`: halves grow until they cover the exchange."""
-        half = min(max(self.acco_steps_to_hide() // 2, 1), most_per_half)
+        half = min(max(math.ceil(self.exchange / self.compute - 1e-9) if self.compute > 0.0 else 1, 1), most_per_half)
         return max(floor, 2 * half)
 
 

@@ -192,6 +192,8 @@ class Oracle:
         loss_scale: loss scaler; see `Gradient`.
         add: (running sum of a rank, gradient) -> the sum as the gradient buffer holds it.
         wire: a rank's sum -> what of it arrives at the owner of a shard.
+        coarse_sum: (sums of g~ by rank) -> their sum as the owners of the shards see it in an estimate.
+        coarse_shown: (theta_t, estimate) -> the estimate as compute sees it. Neither touches the commit.
     """
 
     theta: Params
@@ -206,6 +208,8 @@ class Oracle:
     loss_scale: LossScale | None = None
     add: Callable[[Array, Array], Array] = np.add
     wire: Callable[[Array], Array] = lambda total: total
+    coarse_sum: Callable[[Sequence[Params]], Params] | None = None
+    coarse_shown: Callable[[Params, Params], Params] | None = None
     state: State = field(default_factory=dict)
     update: int = 0
     applied: int = 0
@@ -238,6 +242,7 @@ class Oracle:
         Returns the sum, the number of micro-batches and the loss scale.
         """
         total = {name: np.zeros_like(value) for name, value in self.theta.items()}
+        self._sums: list[Params] = []
         count = 0
         scale = 1.0 if self.loss_scale is None else self.loss_scale.value
         scaled = () if self.loss_scale is None else (scale,)
@@ -251,7 +256,16 @@ class Oracle:
                 count += 1
             for name, g in own.items():
                 total[name] = total[name] + self.wire(g) / scale
+            self._sums.append({name: g / scale for name, g in own.items()})
         return total, count, scale
+
+    def _whole_sum(self, first: Sequence[Params], scale: float) -> Params:
+        """Sum over ranks of sums that stayed on their ranks until the end of the update, and travel once."""
+        total = {name: np.zeros_like(value) for name, value in self.theta.items()}
+        for before, after in zip(first, self._sums, strict=True):
+            for name in after:
+                total[name] = total[name] + self.wire((before[name] + after[name]) * scale) / scale
+        return total
 
     def _tell_scaler(self) -> None:
         if self.loss_scale is not None and self._untold is not None:
@@ -270,14 +284,20 @@ class Oracle:
 
     def _acco(self, t: int) -> Update:
         first, n_first, first_scale = self._sum(self._estimate, t, 0)
+        first_sums = self._sums
+        seen = first if self.coarse_sum is None else self.coarse_sum(first_sums)
         self._tell_scaler()
         second, n_second, second_scale = self._sum(self.theta, t, 1)
+        if self.coarse_sum is not None:
+            first, second = {name: np.zeros_like(g) for name, g in first.items()}, self._whole_sum(first_sums, second_scale)
         factor = self.lr_factor(self.applied)
         estimate, estimate_norm = self.theta, 0.0
-        if n_first and _finite(first):
-            average = {name: g / n_first for name, g in first.items()}
+        if n_first and _finite(seen):
+            average = {name: g / n_first for name, g in seen.items()}
             estimate_norm = norm(self._trained(average))
             estimate, _ = self._opt(self.theta, self.state, self._trained(average))
+            if self.coarse_shown is not None:
+                estimate = self.coarse_shown(self.theta, estimate)
         theta, state, commit_norm, applied = self._commit(first, second, n_first + n_second)
         # While the commit of update t is in flight, compute goes on at the estimate made from its first half.
         self._estimate = estimate

@@ -97,6 +97,17 @@ class GradBuffers:
         before, self._version = self._version, self._current_version()
         return self._fused or self._version != before
 
+    def copy(self) -> None:
+        """Hand a copy over; what was accumulated stays and goes on accumulating."""
+        for accumulating, handed_over in zip(self.accumulating, self.handed_over, strict=True):
+            handed_over.copy_(accumulating)
+
+    def scale(self, factor: float) -> None:
+        """Multiply the accumulated gradients."""
+        for buffer in self.accumulating:
+            buffer.mul_(factor)
+        self._version = self._current_version()
+
     def swap(self) -> None:
         """Zero the lane's buffer, make it the accumulating one and hand the other over."""
         for buffer in self.handed_over:

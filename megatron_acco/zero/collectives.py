@@ -98,6 +98,22 @@ class Exchange:
         dist.all_gather_into_tensor(flat, self.own_slice(flat), group=self.group)
         return _ring_bytes(flat, self.world_size)
 
+    def all_to_all(self, rows: Tensor, received: Tensor) -> int:
+        """Send `rows[r]` to every other rank r, and receive the row that it has for this rank in `received[r]`.
+
+        Args:
+            rows, received: [world_size, m], any dtype; the contents of `received[rank]` are undefined afterwards.
+
+        Returns:
+            Bytes sent by this rank.
+        """
+        if self.world_size > 1:
+            self._all_to_all(rows, received)
+        return _ring_bytes(rows, self.world_size)
+
+    def _all_to_all(self, rows: Tensor, received: Tensor) -> None:
+        dist.all_to_all_single(received, rows, group=self.group)
+
     def table(self, values: list[float], device: torch.device) -> list[list[float]]:
         """A few float64 numbers of every rank, one row per rank; the same bits on all ranks."""
         if self.world_size == 1:
@@ -135,6 +151,9 @@ class GlooExchange(Exchange):
             return 0
         self._swap([self.own_slice(flat)] * self.world_size, flat.chunk(self.world_size))
         return _ring_bytes(flat, self.world_size)
+
+    def _all_to_all(self, rows: Tensor, received: Tensor) -> None:
+        self._swap(list(rows), list(received))
 
     def scratch_bytes(self, flat: Tensor) -> int:
         """As the base, and the buffer for what arrives, which is kept."""

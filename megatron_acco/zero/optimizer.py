@@ -19,10 +19,12 @@ from megatron_acco.config import AccoConfig, Mode
 from megatron_acco.zero.access import link_parameters, unlink_parameters
 from megatron_acco.zero.advice import Adviser
 from megatron_acco.zero.buffers import GradBuffers, Slot
+from megatron_acco.zero.coarse import CoarseExchange
 from megatron_acco.zero.collectives import clone_group, give_back_group, group_limit, make_exchange
 from megatron_acco.zero.estimate import BaseOptimizer, capture_hyper_parameters
 from megatron_acco.zero.lane import DeviceClock, Lane, Ticket
 from megatron_acco.zero.parallel import TensorParallel
+from megatron_acco.zero.quantize import BlockCodec
 from megatron_acco.zero.report import RoundReport
 from megatron_acco.zero.rounds import Launch, Rounds
 from megatron_acco.zero.schedule import COMMIT, PREDICTED, RoundKind, RoundSpec, UpdatePlan, plan_update
@@ -64,7 +66,7 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         self._steps = self.gradient_accumulation_steps
         self._plan: UpdatePlan | None = None
         self._in_update = 0
-        self._since_hand_over = 0
+        self._since_boundary = 0
         self._half_done = False
         self._update_full = False
         self._spans: list[tuple[Any, Any]] = []
@@ -87,12 +89,20 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         self.lane = Lane(f"acco-lane-{dist.get_rank()}", group_limit(self.dp_process_group))
         self._own_groups = [clone_group(self.dp_process_group)]
         exchange = make_exchange(self._own_groups[0], self.communication_data_type)
+        coarse = None
+        if acco.coarse:
+            device = self.bit16_groups_flat[0].device
+            codec = BlockCodec(
+                acco.estimate_bits, acco.estimate_block_size, acco.estimate_stochastic_rounding, device
+            )
+            coarse = CoarseExchange(exchange, codec)
         self._rounds = Rounds(
             exchange,
             self._tensor_parallel(exchange.rank),
             BaseOptimizer(self.optimizer),
             self.single_partition_of_fp32_groups,
             self.clock,
+            coarse,
         )
         self._replica = self._replica_group() if acco.adaptive else None
 
@@ -164,10 +174,10 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         self._steps = accumulation_steps
         self._spans.append((self._forward_mark, self.clock.mark()))
         self._forward_mark = None
-        if self._since_hand_over == 0:
+        if self._since_boundary == 0:
             self._half_loss_scale = float(self.loss_scale)
         self._in_update += 1
-        self._since_hand_over += 1
+        self._since_boundary += 1
         plan = self._current_plan()
         if plan.half is not None and not self._half_done:
             assert plan.first_half is not None
@@ -179,7 +189,7 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
 
     def _is_full(self, least: int) -> bool:
         """Whether the half that is being accumulated ends here; `least` is its share of the configured update."""
-        count = self._since_hand_over
+        count = self._since_boundary
         if not self.acco.adaptive:
             return count == least
         if count < least:
@@ -232,7 +242,8 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
 
     def _plan_next(self) -> UpdatePlan:
         self.adviser.steps = self._steps
-        return plan_update(self.acco, self.update, self._steps, self.adviser.mode(self.update))
+        mode, fraction = self.adviser.mode(self.update), self.adviser.fraction(self.update)
+        return plan_update(self.acco, self.update, self._steps, mode, fraction)
 
     # ---- rounds ---------------------------------------------------------------------------------------------------
 
@@ -241,8 +252,15 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         self.drain()
         self._tell_scaler()
         self._install()
-        self._buffers.swap()
+        if spec.coarse:
+            self._buffers.copy()
+        else:
+            self._buffers.swap()
         self._launch(spec, complete)
+        if spec.coarse and self.loss_scale != self._half_loss_scale:
+            # The sum goes on under another loss scale: in fp32, by powers of two, without loss.
+            self._buffers.scale(float(self.loss_scale) / self._half_loss_scale)
+            self._half_loss_scale = float(self.loss_scale)
         if not spec.overlapped:
             self.drain()
             self._tell_scaler()
@@ -252,7 +270,7 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         launch = Launch(
             spec=spec,
             update=self.update,
-            micro_batches=self._since_hand_over,
+            micro_batches=self._since_boundary,
             grad_scale=float(self._steps),
             loss_scale=self._half_loss_scale,
             averaged=complete and self._losses_averaged,
@@ -262,8 +280,9 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
             compute_spans=tuple(self._spans),
             grads=self._buffers.handed_over,
             weights=self._buffers.gathered_weights(),
+            shown=self.bit16_groups_flat,
         )
-        self._since_hand_over = 0
+        self._since_boundary = 0
         self._spans.clear()
         label = f"the {spec.kind.value} round of update {self.update} on rank {dist.get_rank()}"
         self._ticket = self.lane.submit(label, lambda: self._rounds.run(launch))
@@ -273,7 +292,8 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
 
     def _full_batch(self, spec: RoundSpec) -> float:
         """Micro-batches over all ranks of a round of `spec` if every rank did just its share."""
-        steps = self.acco.first_half_micro_batches(self._steps) if spec.kind is RoundKind.ESTIMATE else self._steps
+        first = self._current_plan().first_half
+        steps = first if spec.kind is RoundKind.ESTIMATE and first is not None else self._steps
         return float(steps * dist.get_world_size(self.dp_process_group))
 
     def drain(self) -> None:
@@ -428,7 +448,9 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         main_grad: Tensor = slot.param.main_grad  # type: ignore[attr-defined]
         local = main_grad.detach().float() / self._half_loss_scale
         kept, count = self._rounds.kept(slot.group)
-        return local, kept, count, self._since_hand_over
+        plan = self._current_plan()
+        whole = plan.half is not None and plan.half.coarse
+        return local, kept, count, self._in_update if whole else self._since_boundary
 
     def is_partial_gradient(self, param: torch.nn.Parameter) -> bool:
         """Whether the local gradient of `param` is completed over the tensor-parallel ranks at the hand-over."""
@@ -491,7 +513,7 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         self._pending = None
         self._buffers.zero()
         self._rounds.forget_kept()
-        self._in_update = self._since_hand_over = 0
+        self._in_update = self._since_boundary = 0
         self._spans.clear()
         self._forward_mark, self._update_full = None, False
         self._half_done, self._plan, self._extras, self._skipped = False, None, None, None

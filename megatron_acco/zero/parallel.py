@@ -37,6 +37,7 @@ class TensorParallel:
             for slot in slots
             if size > 1 and slot not in self._sums and getattr(slot.param, "average_gradients_across_tp_domain", False)
         ]
+        self._copied = [slot for slot in slots if size > 1 and not is_model_parallel_parameter(slot.param)]
         self._size = size
         # None: the whole shard counts on this rank.
         self._counted: list[list[Range]] | None = None
@@ -57,6 +58,20 @@ class TensorParallel:
         parts = flat.split([view.numel() for view in views])
         for slot, view, part in zip(slots, views, parts, strict=True):
             view.copy_(part if slot in self._sums else part / self._size)
+
+    def share_copies(self, weights: Sequence[Tensor]) -> None:
+        """Give replicated parameters in `weights` ([n_g] per group; mutated) the first tensor-parallel rank's values.
+
+        Those of a coarse estimate depend on what else lies in a block. Copies that differ would get different
+        gradients, and theta would drift apart.
+        """
+        if not self._copied:
+            return
+        views = [weights[slot.group].narrow(0, slot.offset, slot.param.numel()) for slot in self._copied]
+        flat = torch.cat([view.float() for view in views])
+        dist.broadcast(flat, group_src=0, group=self._group)
+        for view, part in zip(views, flat.split([view.numel() for view in views]), strict=True):
+            view.copy_(part)
 
     def square_sum(self, shards: Sequence[Tensor]) -> float:
         """Sum of squares of what counts on this rank in `shards` (fp32, one per group)."""

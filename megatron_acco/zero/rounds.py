@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megatron_acco.zero.coarse import CoarseExchange
 from megatron_acco.zero.collectives import Exchange
 from megatron_acco.zero.estimate import BaseOptimizer, Hyper
 from megatron_acco.zero.lane import DeviceClock
 from megatron_acco.zero.parallel import TensorParallel
 from megatron_acco.zero.report import RankFigures, RoundReport
-from megatron_acco.zero.schedule import Apply, RoundSpec
+from megatron_acco.zero.schedule import Apply, RoundKind, RoundSpec
 
 # DeepSpeed's own guard in the clipping coefficient (ZeRO stage 1: unscale_and_clip_grads).
 CLIP_EPSILON = 1e-6
@@ -40,6 +41,7 @@ class Launch:
         compute_spans: (start, end) of every micro-batch since the last hand-over, marks of the clock.
         grads: handed-over gradient sums, [n_g] per group, gradient dtype.
         weights: the same memory as weights, [n_g] per group, parameter dtype; receives the round's result.
+        shown: what compute is shown meanwhile, [n_g] per group, parameter dtype; in estimate rounds theta_t.
     """
 
     spec: RoundSpec
@@ -54,6 +56,7 @@ class Launch:
     compute_spans: tuple[tuple[Any, Any], ...]
     grads: list[Tensor]
     weights: list[Tensor]
+    shown: list[Tensor]
 
 
 class Rounds:
@@ -66,10 +69,12 @@ class Rounds:
         optimizer: BaseOptimizer,
         masters: list[Tensor],
         clock: DeviceClock,
+        coarse: CoarseExchange | None = None,
     ) -> None:
         """
         Args:
             exchange: collectives on the lane's own data-parallel group.
+            coarse: the same quantized, where rounds are coarse.
             tensor_parallel: the same for the tensor-parallel ranks.
             optimizer: the base optimizer over `masters`.
             masters: fp32 partition per group, [n_g / world_size].
@@ -77,22 +82,27 @@ class Rounds:
         """
         self.observer: Callable[[RoundSpec, int, list[Tensor], RoundReport], None] | None = None
         self._exchange = exchange
+        self._coarse = coarse
         self._tensor_parallel = tensor_parallel
         self._optimizer = optimizer
         self._masters = masters
         self._clock = clock
         self._last: RoundReport | None = None
-        # g~ of the first half between estimate and commit, the full averaged gradient during a commit: [partition] fp32
+        # g~ of the first half between estimate and commit (of a coarse estimate: theta~), the full averaged gradient
+        # during a commit: [partition] fp32
         self._shards = [torch.zeros_like(master, requires_grad=False) for master in masters]
-        self._kept_micro_batches: float | None = None
+        # Micro-batches of the first half over all ranks, and whether its gradients are in the shards (else they are
+        # still in the local sums).
+        self._first_half = 0.0
+        self._kept = False
 
     def forget_kept(self) -> None:
         """Drop the kept first half."""
-        self._kept_micro_batches = None
+        self._first_half, self._kept = 0.0, False
 
     def kept(self, index: int) -> tuple[Tensor | None, float]:
         """The kept shard of group `index` ([partition] fp32, unscaled sum) and its micro-batches over all ranks."""
-        return (None, 0.0) if self._kept_micro_batches is None else (self._shards[index], self._kept_micro_batches)
+        return (self._shards[index], self._first_half) if self._kept else (None, 0.0)
 
     @property
     def kept_bytes(self) -> int:
@@ -101,26 +111,32 @@ class Rounds:
 
     def exchange_bytes(self, grads: list[Tensor]) -> int:
         """Memory that an exchange of `grads` needs beside them."""
-        return max(self._exchange.scratch_bytes(flat) for flat in grads)
+        coarse = self._coarse
+        extra = [coarse.scratch_bytes(flat.numel()) for flat in grads] if coarse is not None else [0]
+        return max(self._exchange.scratch_bytes(flat) for flat in grads) + max(extra)
 
     def run(self, launch: Launch) -> RoundReport:
         """One round. Collective over the lane's group. Mutates masters and optimizer state (commits only)."""
         spec = launch.spec
         report = RoundReport(launch.update, spec.kind, compute_spans=launch.compute_spans)
-        report.has_halves = spec.keep or spec.add_kept
+        report.has_halves = spec.kind is RoundKind.ESTIMATE or spec.add_kept
         report.compute_seconds = sum(self._clock.between(*span) for span in launch.compute_spans)
         marks = [self._clock.mark()]
-        add_kept = spec.add_kept and self._kept_micro_batches is not None
         self._tensor_parallel.sum_partial_gradients(launch.grads)
-        unscale = 1.0 / launch.loss_scale
-        for grads, shard in zip(launch.grads, self._shards, strict=True):
-            report.bytes_sent += self._exchange.reduce_scatter(grads, shard, accumulate=add_kept, factor=unscale)
-        count, scale = self._average(launch, report, add_kept)
+        coarse = self._coarse if spec.coarse else None
+        report.bytes_sent += self._reduce(launch, coarse)
+        count, scale = self._average(launch, report)
         marks.append(self._clock.mark())
-        self._kept_micro_batches = count if spec.keep else None
-        self._apply(launch, _hyper(launch, report), scale if report.applied else None)
-        marks.append(self._clock.mark())
-        report.bytes_sent += self._gather(launch.weights)
+        self._first_half, self._kept = (count, spec.keep) if spec.kind is RoundKind.ESTIMATE else (0.0, False)
+        hypers = _hyper(launch, report)
+        if coarse is None:
+            self._apply(launch, hypers, scale if report.applied else None)
+            marks.append(self._clock.mark())
+            report.bytes_sent += self._gather(launch.weights)
+        else:
+            self._look_ahead_in_place(hypers, scale if report.applied else None)
+            marks.append(self._clock.mark())
+            report.bytes_sent += self._gather_differences(coarse, launch, report.applied)
         marks.append(self._clock.mark())
         report.lane_marks = tuple(marks)
         self._last = report
@@ -151,7 +167,16 @@ class Rounds:
         """This rank's slices of `weights`."""
         return [self._exchange.own_slice(flat) for flat in weights]
 
-    def _average(self, launch: Launch, report: RoundReport, add_kept: bool) -> tuple[float, float]:
+    def _reduce(self, launch: Launch, coarse: CoarseExchange | None) -> int:
+        """Bring the unscaled sums over all ranks into this rank's shards. Returns bytes sent."""
+        unscale, pairs = 1.0 / launch.loss_scale, list(zip(launch.grads, self._shards, strict=True))
+        if coarse is not None:
+            coarse.seed(launch.update)
+            return sum(coarse.reduce_scatter(grads, shard, unscale) for grads, shard in pairs)
+        add = launch.spec.add_kept and self._kept
+        return sum(self._exchange.reduce_scatter(grads, shard, add, unscale) for grads, shard in pairs)
+
+    def _average(self, launch: Launch, report: RoundReport) -> tuple[float, float]:
         """The micro-batch count of this round over all ranks, and the factor from shard to clipped average.
 
         Sets `micro_batches`, `grad_norm`, `applied` and `by_rank` of the report. The same numbers on every rank.
@@ -169,7 +194,7 @@ class Rounds:
         square_sum, count, averaged = (sum(column) for column in list(zip(*rows, strict=True))[:3])
         square_sum, rows = self._tensor_parallel.complete(square_sum, rows, device)
         report.by_rank = tuple(RankFigures(round(row[1]), *row[3:]) for row in rows)
-        total = count + (self._kept_micro_batches or 0.0) if add_kept else count
+        total = count + self._first_half if launch.spec.add_kept else count
         report.micro_batches = int(total)
         if total == 0:
             report.applied = False
@@ -200,6 +225,23 @@ class Rounds:
             else:
                 self._optimizer.step(index, hyper, grad)
                 own.copy_(self._masters[index].detach())
+
+    def _look_ahead_in_place(self, hypers: list[Hyper], scale: float | None) -> None:
+        """Put theta~ (fp32) in the place of the gradient in this rank's shards; nothing if `scale` is None."""
+        for index, shard in enumerate(self._shards):
+            if scale is not None:
+                self._optimizer.look_ahead(index, hypers[index], shard, scale, shard)
+
+    def _gather_differences(self, coarse: CoarseExchange, launch: Launch, applied: bool) -> int:
+        """Fill the weights to show with theta_t and the decoded differences; theta_t alone if not `applied`."""
+        sent = 0
+        for shard, shown, weights in zip(self._shards, launch.shown, launch.weights, strict=True):
+            if applied:
+                sent += coarse.gather_differences(shard, shown, weights)
+            else:
+                weights.copy_(shown)
+        self._tensor_parallel.share_copies(launch.weights)
+        return sent
 
     def _show_masters(self, weights: list[Tensor]) -> None:
         for master, flat in zip(self._masters, weights, strict=True):

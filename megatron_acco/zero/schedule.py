@@ -45,13 +45,16 @@ class RoundSpec:
         kind: estimate or commit.
         apply: which optimizer application the round makes.
         keep: the reduced gradient shard stays (fp32, 1/N of the parameters) and is added to the next commit.
-        add_kept: the kept shard and its micro-batch count are added to this round's.
+        coarse: gradients and weights travel quantized. The round works on a copy of the local gradient sums, which
+            stay where they are and go on accumulating, so that the commit reduces the whole update's exactly.
+        add_kept: the kept shard, if there is one, and the micro-batch count of the half are added to this round's.
         overlapped: compute goes on while the round runs; otherwise the main thread waits for it at once.
     """
 
     kind: RoundKind
     apply: Apply
     keep: bool = False
+    coarse: bool = False
     add_kept: bool = False
     overlapped: bool = True
 
@@ -62,6 +65,7 @@ class RoundSpec:
 
 
 ESTIMATE = RoundSpec(RoundKind.ESTIMATE, Apply.LOOK_AHEAD, keep=True)
+COARSE_ESTIMATE = RoundSpec(RoundKind.ESTIMATE, Apply.LOOK_AHEAD, coarse=True)
 COMMIT = RoundSpec(RoundKind.COMMIT, Apply.STEP, add_kept=True)
 DELAYED = RoundSpec(RoundKind.COMMIT, Apply.STEP)
 PREDICTED = RoundSpec(RoundKind.COMMIT, Apply.STEP_THEN_LOOK_AHEAD)
@@ -87,13 +91,17 @@ class UpdatePlan:
 _FULL_ROUND = {Mode.ACCO: COMMIT, Mode.DPU: DELAYED, Mode.WP: PREDICTED, Mode.SYNC: WAITED}
 
 
-def plan_update(config: AccoConfig, update: int, accumulation_steps: int, mode: Mode | None = None) -> UpdatePlan:
+def plan_update(
+    config: AccoConfig, update: int, accumulation_steps: int, mode: Mode | None = None, fraction: float | None = None
+) -> UpdatePlan:
     """The rounds of update number `update` (0-based, counted over the whole training, restarts included).
 
     Args:
         mode: what is asked for instead of the config's (fall-back).
+        fraction: the first half's share, as chosen from measurements (`estimate_fraction` "auto").
     """
     mode = Mode.SYNC if update < config.warmup_updates else mode or config.mode
     if mode is Mode.ACCO:
-        return UpdatePlan(config.first_half_micro_batches(accumulation_steps), ESTIMATE, COMMIT)
+        estimate = COARSE_ESTIMATE if config.coarse else ESTIMATE
+        return UpdatePlan(config.first_half_micro_batches(accumulation_steps, fraction), estimate, COMMIT)
     return UpdatePlan(None, None, _FULL_ROUND[mode])

@@ -17,6 +17,7 @@ import torch
 
 from tests.distributed import gpt
 from tests.distributed.reference import error, oracle_for
+from tests.distributed.test_coarse_estimate import attach
 from tests.distributed.training import (
     LR,
     Net,
@@ -50,14 +51,17 @@ class Outcome:
 
 def slow_exchange(zero: Any, seconds: list[float]) -> None:
     """Make every reduce-scatter of the lane take `seconds[0]` longer."""
-    exchange = zero._rounds._exchange
-    original = exchange.reduce_scatter
+    for exchange in (zero._rounds._exchange, zero._rounds._coarse):
+        if exchange is not None:
+            exchange.reduce_scatter = _slow(exchange.reduce_scatter, seconds)
 
+
+def _slow(original: Callable[..., int], seconds: list[float]) -> Callable[..., int]:
     def slow(*args: Any, **kwargs: Any) -> int:
         time.sleep(seconds[0])
         return original(*args, **kwargs)
 
-    exchange.reduce_scatter = slow
+    return slow
 
 
 def train_at_own_speed(
@@ -108,6 +112,8 @@ def check_against_oracle(outcomes: list[Outcome], run: Run, **options: Any) -> l
         return (parts[0], parts[1]) if len(parts) == 2 else (0, parts[0])
 
     oracle = oracle_for(run, len(outcomes), counts=of, **options)
+    if "estimate_bits" in run.acco:
+        attach(oracle, run, [(outcome.rounds, outcome.where) for outcome in outcomes])
     commits = {r.update: r for r in rounds if r.kind == "commit"}
     estimates = {r.update: r for r in rounds if r.kind == "estimate"}
     for update in range(run.updates):
@@ -120,10 +126,12 @@ def check_against_oracle(outcomes: list[Outcome], run: Run, **options: Any) -> l
     return counts
 
 
-@pytest.mark.parametrize("mode", ["acco", "dpu", "wp"])
+@pytest.mark.parametrize("mode", ["acco", "dpu", "wp", "coarse"])
 def test_unequal_counts_agree_with_the_oracle(ranks: Callable, mode: str) -> None:
     """Covers B12 for counts that the product itself chooses."""
     run = Run(mode, updates=6, gas=2, clip=0.5, acco=ADAPTIVE)
+    if mode == "coarse":
+        run = Run("acco", updates=6, gas=2, clip=0.5, acco={**ADAPTIVE, "estimate_bits": 8})
     outcomes = ranks(2).run(train_at_own_speed, run, (0.004, 0.016), (0.06,))
     counts = check_against_oracle(outcomes, run)
     # The fast rank does more, but in the first half of the first update, beside which nothing is under way.

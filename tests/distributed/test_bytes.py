@@ -78,6 +78,8 @@ CASES: dict[str, tuple[str | None, bool, dict[str, Any], int]] = {
     "acco_fp32": ("acco", False, {}, 8),
     "acco_bf16": ("acco", True, {}, 4),
     "acco_bf16_fp32_wire": ("acco", True, {"communication_data_type": "fp32"}, 6),
+    "acco_fp32_8_bits": ("acco", False, {"acco": {"estimate_bits": 8}}, 0),
+    "acco_fp32_4_bits": ("acco", False, {"acco": {"estimate_bits": 4}}, 0),
     "dpu_bf16": ("dpu", True, {}, 4),
     "zero1_fp32": (None, False, {}, 8),
 }
@@ -116,7 +118,7 @@ def measured() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("ranks_", [2, 3])
-@pytest.mark.parametrize("name", [name for name in CASES if not name.startswith("zero1")])
+@pytest.mark.parametrize("name", [name for name, case in CASES.items() if case[0] and case[3]])
 def test_B26_bytes_per_round(measured: dict[str, Any], name: str, ranks_: int) -> None:
     mode, _, _, width = CASES[name]
     answers = measured[f"{name}/{ranks_}"]
@@ -129,6 +131,20 @@ def test_B26_bytes_per_round(measured: dict[str, Any], name: str, ranks_: int) -
         # On the wire: all ranks together, with headers, acknowledgements and the few scalars.
         assert 0.9 * ranks_ * volume < answer["wire"] < 1.05 * ranks_ * volume
         assert answer["reported"] == pytest.approx(answer["wire"] / ranks_, rel=0.06)
+
+
+@pytest.mark.parametrize("ranks_", [2, 3])
+@pytest.mark.parametrize(("bits", "limit"), [(8, 1.27), (4, 1.15)])
+def test_bytes_of_an_update_with_a_quantized_estimate(
+    measured: dict[str, Any], bits: int, limit: float, ranks_: int
+) -> None:
+    """Against one reduce-scatter plus all-gather in fp32, by the report and on the wire (headers and scalars, too)."""
+    exact, coarse = measured[f"acco_fp32/{ranks_}"], measured[f"acco_fp32_{bits}_bits/{ranks_}"]
+    for answer, reference in zip(coarse, exact, strict=True):
+        one_exchange = 6 * answer["numel"] * 8 * (ranks_ - 1) / ranks_
+        assert answer["finite"] and answer["reported"] <= limit * one_exchange
+        assert answer["reported"] > (1 + bits / 32) * one_exchange
+        assert answer["wire"] <= limit * reference["wire"] / 2
 
 
 @pytest.mark.parametrize("ranks_", [2, 3])

@@ -103,6 +103,8 @@ RESUMED_RUNS = [
     Run("acco", "lion"),
     Run("acco", "ds_adamw", bf16=True),
     Run("acco", "ds_adamw", bf16=True, extra=BF16_SUMS),
+    Run("acco", "ds_adamw", clip=0.5, acco={"estimate_bits": 4, "estimate_stochastic_rounding": True}),
+    Run("acco", "torch_adamw", bf16=True, acco={"estimate_bits": 8, "estimate_fraction": 0.75}),
     Run("acco", "torch_adamw", acco={"warmup_updates": 9}),
     Run("acco", "torch_adamw", acco={"warmup_updates": 10}),
     Run("acco", "torch_adamw", acco={"warmup_updates": 13}),
@@ -123,6 +125,7 @@ RESUMED_RUNS = [
     ids=lambda r: (
         f"{r.mode}-{r.optimizer}-gas{r.gas}-{'bf16' if r.bf16 else 'fp32'}"
         f"{'-sums' if r.extra else ''}{r.acco.get('warmup_updates', '')}"
+        f"{'-bits' + str(r.acco['estimate_bits']) if 'estimate_bits' in r.acco else ''}"
     ),
 )
 def test_B29_resume_in_new_processes_is_bit_identical(ranks, new_processes, tmp_path, run: Run) -> None:

@@ -47,7 +47,12 @@ def test_config_is_frozen() -> None:
         ({"mode": None}, ['"acco.mode"', "None"]),
         ({"mode": ["acco"]}, ['"acco.mode"']),
         ({"mode": "auto"}, ['"acco.mode"', "nothing resolves"]),
-        ({"estimate_fraction": "auto"}, ['"acco.estimate_fraction"', "nothing resolves"]),
+        ({"estimate_bits": "auto"}, ['"acco.estimate_bits"', "nothing resolves"]),
+        ({"estimate_bits": 2}, ['"acco.estimate_bits"', "32, 16, 8, 4", "got 2"]),
+        ({"estimate_bits": 8.0}, ['"acco.estimate_bits"', "whole number"]),
+        ({"estimate_bits": 4, "estimate_block_size": 100}, ['"acco.estimate_block_size"', "multiple of 8", "100"]),
+        ({"estimate_block_size": 0}, ['"acco.estimate_block_size"', "multiple of 8"]),
+        ({"estimate_stochastic_rounding": True}, ['"acco.estimate_stochastic_rounding"', '"acco.estimate_bits"', "8"]),
         ({"accumulation": "adaptve"}, ['"acco.accumulation"', "fixed", 'did you mean "adaptive"']),
         ({"fallback": "sync"}, ['"acco.fallback"', "warn, auto"]),
         ({"max_micro_batches_per_half": 0}, ['"acco.max_micro_batches_per_half"', "1 or more"]),
@@ -101,6 +106,12 @@ def test_wrong_section_is_refused_also_when_disabled(section: Any, fragments: li
 )
 def test_halves_have_one_micro_batch_at_least(steps: int, fraction: float, first: int) -> None:
     assert AccoConfig(estimate_fraction=fraction).first_half_micro_batches(steps) == first
+
+
+def test_a_chosen_split_takes_the_place_of_the_configured_one() -> None:
+    auto = AccoConfig.from_dict({"estimate_fraction": "auto"})
+    assert auto.auto_fraction and auto.first_half_micro_batches(6) == 3
+    assert [auto.first_half_micro_batches(7, first / 7) for first in range(1, 7)] == list(range(1, 7))
 
 
 def test_one_micro_batch_per_update_is_refused_in_mode_acco_only() -> None:
