@@ -178,6 +178,9 @@ class Adviser:
         if self._config.adaptive:
             return self._predict_adaptive(costs)
         compute = statistics.median(figures.compute for figures in window)
+        if self._config.auto_fraction and self._config.mode is Mode.ACCO:
+            # The split would follow.
+            return compute + costs.exchange, costs.acco(self.steps, costs.best_first_half(self.steps))
         return compute + costs.exchange, self._mode_time(self._halves(window), costs)
 
     def _predict_adaptive(self, costs: Costs) -> tuple[float, float]:
@@ -262,6 +265,8 @@ class Adviser:
         text = f"gradient_accumulation_steps {needed} would hide it (now {steps})"
         if config.mode is Mode.ACCO:
             text += ', or "accumulation": "adaptive"'
+            if not config.coarse:
+                text += ', or a quantized estimate ("estimate_bits": 8 with "estimate_fraction": "auto")'
         if costs.sync(steps) < LEAVE_MARGIN * hidden:
             gain = hidden / costs.sync(steps) - 1.0
             text += f'; at this batch size sync rounds are {gain:.0%} faster ("fallback": "auto" takes them)'

@@ -479,6 +479,7 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
             "pending": pending,
             # Told where it would have been without the save, so that saving does not change the training.
             "untold": self._skipped,
+            "fraction": self.adviser.fraction(self.update),
         }
         return state
 
@@ -531,8 +532,8 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         if not loaded:
             self._gather_loaded(None, self.bit16_groups_flat)
         self.update = update
-        self.adviser.restart(self.acco.mode)
         extras, self._extras = self._extras, None
+        self.adviser.restart(self.acco.mode)
         self._shows_real = True
         if extras is not None and extras.get("version") != EXTRAS_VERSION:
             if dist.get_rank() == 0:
@@ -542,6 +543,8 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
                 )
             extras = None
         self._skipped = extras["untold"] if extras is not None else None
+        if extras is not None and self.acco.auto_fraction:
+            self.adviser.restart(self.acco.mode, extras.get("fraction"))
         # Weights shown under another mode's rule mean nothing to this one's.
         if not self.agree(extras is not None and extras["mode"] == self.acco.mode.value):
             if loaded and update > self.acco.warmup_updates and self.acco.mode is not Mode.SYNC:

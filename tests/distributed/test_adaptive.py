@@ -49,9 +49,9 @@ class Outcome:
     lines: list[str] = field(default_factory=list)
 
 
-def slow_exchange(zero: Any, seconds: list[float]) -> None:
-    """Make every reduce-scatter of the lane take `seconds[0]` longer."""
-    for exchange in (zero._rounds._exchange, zero._rounds._coarse):
+def slow_exchange(zero: Any, seconds: list[float], quantized: bool = True) -> None:
+    """Make every reduce-scatter of the lane, or those that are not `quantized`, take `seconds[0]` longer."""
+    for exchange in (zero._rounds._exchange, zero._rounds._coarse if quantized else None):
         if exchange is not None:
             exchange.reduce_scatter = _slow(exchange.reduce_scatter, seconds)
 
@@ -65,7 +65,7 @@ def _slow(original: Callable[..., int], seconds: list[float]) -> Callable[..., i
 
 
 def train_at_own_speed(
-    run: Run, speeds: tuple[float, ...], exchange: tuple[float, ...], scheduler: Any = None
+    run: Run, speeds: tuple[float, ...], exchange: tuple[float, ...], scheduler: Any = None, quantized: bool = True
 ) -> Outcome:
     """Job: `run` on ranks whose micro-batches take `speeds` seconds; the exchange of update t takes exchange[t]."""
     import megatron_acco
@@ -75,7 +75,7 @@ def train_at_own_speed(
     lines: list[str] = []
     with engine_for(model, run.config(), optimizer, lr_scheduler=scheduler) as (engine, zero):
         delay = [exchange[0]]
-        slow_exchange(zero, delay)
+        slow_exchange(zero, delay, quantized)
         model.register_forward_hook(lambda *unused: time.sleep(speeds[rank]))
         rounds, samples = record_rounds(zero), []
         for update in range(run.updates):
@@ -141,6 +141,17 @@ def test_unequal_counts_agree_with_the_oracle(ranks: Callable, mode: str) -> Non
     total = sum(sum(by_rank) for rounds in counts for by_rank in rounds)
     assert outcomes[0].samples[-1] == 4 * total
     assert [outcome.samples for outcome in outcomes] == [outcomes[0].samples] * 2
+
+
+def test_the_split_follows_the_measured_exchanges(ranks: Callable) -> None:
+    """c = 20 ms, 90 ms for a commit's exchange and next to nothing for an estimate's: 5 + 1 instead of 3 + 3."""
+    acco = {"estimate_bits": 8, "estimate_fraction": "auto"}
+    run = Run("acco", updates=11, gas=6, clip=0.5, acco=acco)
+    outcomes = ranks(2).run(train_at_own_speed, run, (0.02, 0.02), (0.09,), quantized=False)
+    counts = check_against_oracle(outcomes, run)
+    firsts = [rounds[0] for rounds in counts]
+    assert firsts[0] == (3, 3) and firsts[-1] == (5, 5)
+    assert {sum(half) for rounds in counts for half in zip(*rounds, strict=True)} == {6}
 
 
 def test_nobody_waits_for_the_exchange_or_for_a_slow_rank(ranks: Callable) -> None:

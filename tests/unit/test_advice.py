@@ -176,3 +176,81 @@ def test_warm_up_and_skipped_updates_are_no_figures() -> None:
             report.applied = False
             adviser.add(report)
     assert adviser.mode(60).value == "acco" and adviser.take_lines() == []
+
+
+# ---- the split of an update, and quantized estimates -----------------------------------------------------------------
+
+
+def test_the_best_split_covers_each_exchange_by_a_half() -> None:
+    """k = 5, c = 1: 4 + 1 for exchanges of 3.5 and 0.8 s; equal exchanges, or none to speak of, leave equal halves."""
+    assert Costs(1.0, 3.5, estimate=0.8).best_first_half(5) == 4
+    assert Costs(1.0, 3.5, estimate=0.8).acco(5, 4) == 5.0
+    assert Costs(1.0, 3.0).best_first_half(6) == 3
+    assert Costs(1.0, 0.1, estimate=0.1).best_first_half(6) == 3
+    assert Costs(1.0, 9.0, estimate=9.0).best_first_half(5) in (2, 3)
+    # With slack the same exchange needs more than four micro-batches, and six have five for it.
+    assert Costs(1.0, 3.9, estimate=0.5).best_first_half(6) == 4
+    assert Costs(1.0, 3.9, estimate=0.5).best_first_half(6, slack=0.1) == 5
+    assert Costs(1.0, 3.5, estimate=0.8).acco_steps_to_hide() == 5
+
+
+def halves(number: int, first: int, steps: int, commit: float, estimate: float, c: float = 0.25) -> list[RoundReport]:
+    """The rounds of an update of `steps` micro-batches; each report has the times of the exchange before it."""
+    result = []
+    for kind, count, exchange in (
+        (RoundKind.ESTIMATE, first, commit),
+        (RoundKind.COMMIT, steps - first, estimate),
+    ):
+        ranks = (RankFigures(count, count * c, exchange, 0.0, 0.0, max(0.0, exchange - count * c)),) * 2
+        result.append(RoundReport(number, kind, micro_batches=2 * count, by_rank=ranks))
+    return result
+
+
+def splits(config: AccoConfig, times: list[tuple[float, float]], steps: int = 6) -> tuple[list[int], list[str]]:
+    """First halves as a run would ask for them, update by update, and what was said."""
+    adviser, seen, before = Adviser(config, steps), [], []
+    for number, (commit, estimate) in enumerate(times):
+        adviser.mode(number)
+        seen.append(config.first_half_micro_batches(steps, adviser.fraction(number)))
+        for report in before:
+            adviser.add(report)
+        before = halves(number, seen[-1], steps, commit, estimate)
+    return seen, adviser.take_lines()
+
+
+AUTO = AccoConfig.from_dict({"estimate_fraction": "auto", "estimate_bits": 8})
+
+
+def test_auto_makes_the_first_half_long_where_the_commit_is() -> None:
+    seen, lines = splits(AUTO, [(1.1, 0.2)] * 20)
+    change = 1 + TRIAL - 1 + LAG
+    assert seen == [3] * change + [5] * (20 - change)
+    assert "first half takes 5 of 6 micro-batches (was 3)" in lines[0] and "1.1 s" in lines[0] and "0.2 s" in lines[0]
+
+
+def test_auto_leaves_alone_what_is_hidden_or_configured() -> None:
+    assert set(splits(AUTO, [(0.5, 0.2)] * 20)[0]) == {3}
+    assert set(splits(AccoConfig.from_dict({"estimate_bits": 8}), [(1.1, 0.2)] * 20)[0]) == {3}
+
+
+def test_auto_follows_a_link_and_comes_to_rest() -> None:
+    seen, _ = splits(AUTO, [(1.1, 0.2)] * 40 + [(0.2, 1.1)] * 60)
+    assert seen[39] == 5 and seen[-1] == 1
+    wild, _ = splits(AUTO, [times for _ in range(100) for times in [(1.1, 0.2)] * 10 + [(0.2, 1.1)] * 10])
+    assert sum(a != b for a, b in itertools.pairwise(wild)) < 20
+
+
+def test_an_exposed_exact_exchange_is_told_of_a_quantized_estimate() -> None:
+    text = line(AccoConfig(), exchange=0.8)
+    assert '"estimate_bits": 8' in text and '"estimate_fraction": "auto"' in text
+
+
+def test_falling_back_weighs_a_quantized_estimate_by_its_own_time() -> None:
+    """T = 0.9 s for the commit, 0.2 s for the estimate, 1.5 s of compute: 1.5 s an update, against 2.4 s waited for."""
+    config = AccoConfig.from_dict({"estimate_bits": 8, "estimate_fraction": "auto", "fallback": "auto"})
+    adviser = Adviser(config, 6)
+    for number in range(40):
+        assert adviser.mode(number).value == "acco"
+        first = config.first_half_micro_batches(6, adviser.fraction(number))
+        for report in halves(number, first, 6, 0.9, 0.2):
+            adviser.add(report)
