@@ -30,7 +30,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,9 +49,11 @@ METHODS: dict[str, dict[str, Any]] = {
     "acco": {"acco": {"mode": "acco"}},
     "adaptive": {"acco": {"mode": "acco", "accumulation": "adaptive", "max_micro_batches_per_half": 256}},
     "auto": {"acco": {"mode": "acco", "fallback": "auto"}},
+    "acco-8-bit": {"acco": {"mode": "acco", "estimate_bits": 8, "estimate_fraction": "auto"}},
+    "acco-4-bit": {"acco": {"mode": "acco", "estimate_bits": 4, "estimate_fraction": "auto"}},
 }
 BASELINES = ("zero1", "zero1-overlap")
-# Updates after which `fallback: auto` has made its first choice, and it is in force.
+# Updates after which what is chosen from measurements (`fallback`, `estimate_fraction`) is chosen and in force.
 UPDATES_TO_CHOOSE = 9
 ANSWER_SECONDS = 60.0
 
@@ -96,6 +98,10 @@ def main() -> int:
         job = cluster.launch(command, env={"OMP_NUM_THREADS": "1"})
         codes = job.wait(args.limit, poll=lambda: _answer(cluster, Path(folder)))
     return max(abs(code) for code in codes)
+
+
+def _chooses(name: str) -> bool:
+    return "auto" in (METHODS[name].get("acco") or {}).values()
 
 
 # ---- the link's rate, as asked for by rank 0 ------------------------------------------------------------------------
@@ -201,7 +207,7 @@ class Rank:
         results: dict[str, list[list[Turn]]] = {name: [] for name in args.methods}
         for number in range(args.turns + 1):
             for name in args.methods:
-                block = args.block if number else (UPDATES_TO_CHOOSE if name == "auto" else 1)
+                block = args.block if number else (UPDATES_TO_CHOOSE if _chooses(name) else 1)
                 mine = self.compute_turn(compute, number) if name == "compute" else self.turn(name, block, number)
                 everyone: list[Any] = [None] * self.world_size
                 dist.all_gather_object(everyone, mine)
@@ -393,7 +399,7 @@ def report(results: dict[str, list[list[Turn]]], measured: dict[str, Any], args:
             for (_, form), value in zip(FIGURES, figures.values(), strict=True)
         ]
         if len(set(args.cpu)) == 1:
-            methods[name]["predicted"] = args.hosts * tokens * predicted(name, costs, k)
+            methods[name]["predicted"] = args.hosts * tokens * predicted(name, costs, k, 2 if args.bf16 else 4)
             row.append(f"{methods[name]['predicted'] / statistics.median(values) - 1.0:+.1%}")
         else:
             row.append("-")  # the model's ranks are alike
@@ -403,8 +409,13 @@ def report(results: dict[str, list[list[Turn]]], measured: dict[str, Any], args:
         args.out.write_text(json.dumps({"arguments": arguments, "measured": measured, "methods": methods}, indent=1))
 
 
-def predicted(name: str, costs: Costs, steps: int) -> float:
+def predicted(name: str, costs: Costs, steps: int, weight_bytes: int) -> float:
     """Micro-batches per second and rank by the cost model, as `megatron-acco plan` has them."""
+    from megatron_acco.cost_model import quantized_share
+
+    bits = (METHODS[name].get("acco") or {}).get("estimate_bits")
+    if bits is not None:
+        costs = replace(costs, estimate=costs.exchange * quantized_share(bits, weight_bytes))
     if name == "adaptive":
         steps = costs.adaptive_steps(steps, METHODS[name]["acco"]["max_micro_batches_per_half"])
     seconds = {
@@ -417,6 +428,8 @@ def predicted(name: str, costs: Costs, steps: int) -> float:
         "adaptive": lambda k: costs.acco(k, k // 2),
         "auto": lambda k: min(costs.acco(k, k // 2), costs.sync(k)),
     }
+    if bits is not None:
+        return steps / costs.acco(steps, costs.best_first_half(steps))
     return steps / seconds[name](steps)
 
 

@@ -137,6 +137,11 @@ class Link:
         return share * parameters * (wire_bytes + weight_bytes) / self.bandwidth + 2 * (ranks - 1) * self.latency
 
 
+def quantized_share(bits: int, value_bytes: int, block: int = 256) -> float:
+    """Bytes of a quantized exchange, one fp32 scale per block, over those of values of `value_bytes` each."""
+    return (bits / 8.0 + 4.0 / block) / value_bytes
+
+
 def model_state_bytes(parameters: float, ranks: int, weight_bytes: int, sum_bytes: int, overlapped: bool) -> float:
     """Bytes of weights, gradients, fp32 masters and Adam's moments on one rank.
 
