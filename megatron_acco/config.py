@@ -97,8 +97,8 @@ class AccoConfig:
     )
     estimate_bits: int = _option(
         32,
-        "Mode `acco` only. Bits of a value in the estimate's exchange: 32 (not quantized: the communication dtype), 16, "
-        "8 or 4. Only the weights at which the next first half is computed depend on it; the commit stays exact.",
+        "Mode `acco` only. Bits of a value in the estimate's exchange: 32 (not quantized: the communication dtype), "
+        "16, 8 or 4. Only the weights at which the next first half is computed depend on it; the commit stays exact.",
     )
     estimate_block_size: int = _option(
         256,

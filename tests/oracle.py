@@ -289,7 +289,8 @@ class Oracle:
         self._tell_scaler()
         second, n_second, second_scale = self._sum(self.theta, t, 1)
         if self.coarse_sum is not None:
-            first, second = {name: np.zeros_like(g) for name, g in first.items()}, self._whole_sum(first_sums, second_scale)
+            second = self._whole_sum(first_sums, second_scale)
+            first = {name: np.zeros_like(g) for name, g in first.items()}
         factor = self.lr_factor(self.applied)
         estimate, estimate_norm = self.theta, 0.0
         if n_first and _finite(seen):

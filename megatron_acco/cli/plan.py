@@ -7,12 +7,12 @@ import importlib.util
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from megatron_acco.cli import simulate
-from megatron_acco.cost_model import Costs, Link, model_state_bytes
+from megatron_acco.cost_model import Costs, Link, model_state_bytes, quantized_share
 
 _DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _MEASURED_BYTES = 64 << 20
@@ -72,6 +72,9 @@ def predict(case: Case) -> list[Row]:
     ]
     if k < 2:
         times = [row for row in times if row[0] != "acco, fixed"]
+    else:
+        coarse = replace(costs, estimate=costs.exchange * quantized_share(8, case.weight_bytes))
+        times.insert(-1, ("acco, 8-bit estimate", k, coarse.acco(k, coarse.best_first_half(k)), True))
     rows = []
     for method, steps, seconds, ours in times:
         state = model_state_bytes(case.parameters, case.ranks, case.weight_bytes, case.sum_bytes, ours)

@@ -159,8 +159,8 @@ class Adviser:
         self._verdict = ""
         self._lines.append(
             f"estimate_fraction: the first half takes {best} of {steps} micro-batches (was {now}) from update "
-            f"{update + LAG} on; a commit's exchange takes {costs.exchange:.3g} s, an estimate's {costs.estimate:.3g} s, "
-            f"a micro-batch {costs.compute:.3g} s"
+            f"{update + LAG} on; a commit's exchange takes {costs.exchange:.3g} s, an estimate's "
+            f"{costs.estimate:.3g} s, a micro-batch {costs.compute:.3g} s"
         )
 
     def _costs(self, window: Sequence[UpdateFigures]) -> Costs:
@@ -229,12 +229,14 @@ class Adviser:
         share = exposed / (compute + exposed)
         halves = self._halves(window)
         coarse = len(halves) == 2 and config.coarse
-        covers = f"an exchange takes {costs.exchange:.3g} s, " + (
-            f"an estimate's {costs.estimate:.3g} s, " if coarse else ""
-        ) + (
-            f"the halves of an update compute {halves[0]:.3g} s and {halves[1]:.3g} s"
-            if len(halves) == 2
-            else f"an update computes {compute:.3g} s"
+        covers = (
+            f"an exchange takes {costs.exchange:.3g} s, "
+            + (f"an estimate's {costs.estimate:.3g} s, " if coarse else "")
+            + (
+                f"the halves of an update compute {halves[0]:.3g} s and {halves[1]:.3g} s"
+                if len(halves) == 2
+                else f"an update computes {compute:.3g} s"
+            )
         )
         unequal = self._unequal(window)
         if self._mode is Mode.SYNC:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from megatron_acco.config import AccoConfig
 from megatron_acco.zero.collectives import Exchange
 from megatron_acco.zero.quantize import BlockCodec
 
@@ -20,9 +21,12 @@ from megatron_acco.zero.quantize import BlockCodec
 class CoarseExchange:
     """Quantized reduce-scatter and all-gather over the ranks of an `Exchange`; nothing is quantized on one rank."""
 
-    def __init__(self, exchange: Exchange, codec: BlockCodec) -> None:
+    def __init__(self, exchange: Exchange, acco: AccoConfig, device: torch.device) -> None:
+        """Quantize on tensors of `device` as the estimate_* options of `acco` say."""
         self._exchange = exchange
-        self._codec = codec
+        self._codec = BlockCodec(
+            acco.estimate_bits, acco.estimate_block_size, acco.estimate_stochastic_rounding, device
+        )
         self._buffer = torch.empty(0, dtype=torch.uint8)
 
     def scratch_bytes(self, elements: int) -> int:

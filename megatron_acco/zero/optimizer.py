@@ -24,7 +24,6 @@ from megatron_acco.zero.collectives import clone_group, give_back_group, group_l
 from megatron_acco.zero.estimate import BaseOptimizer, capture_hyper_parameters
 from megatron_acco.zero.lane import DeviceClock, Lane, Ticket
 from megatron_acco.zero.parallel import TensorParallel
-from megatron_acco.zero.quantize import BlockCodec
 from megatron_acco.zero.report import RoundReport
 from megatron_acco.zero.rounds import Launch, Rounds
 from megatron_acco.zero.schedule import COMMIT, PREDICTED, RoundKind, RoundSpec, UpdatePlan, plan_update
@@ -89,20 +88,13 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         self.lane = Lane(f"acco-lane-{dist.get_rank()}", group_limit(self.dp_process_group))
         self._own_groups = [clone_group(self.dp_process_group)]
         exchange = make_exchange(self._own_groups[0], self.communication_data_type)
-        coarse = None
-        if acco.coarse:
-            device = self.bit16_groups_flat[0].device
-            codec = BlockCodec(
-                acco.estimate_bits, acco.estimate_block_size, acco.estimate_stochastic_rounding, device
-            )
-            coarse = CoarseExchange(exchange, codec)
         self._rounds = Rounds(
             exchange,
             self._tensor_parallel(exchange.rank),
             BaseOptimizer(self.optimizer),
             self.single_partition_of_fp32_groups,
             self.clock,
-            coarse,
+            CoarseExchange(exchange, acco, self.bit16_groups_flat[0].device) if acco.coarse else None,
         )
         self._replica = self._replica_group() if acco.adaptive else None
 

@@ -21,7 +21,7 @@ from tests.distributed.precision import (
 )
 from tests.distributed.reference import error, oracle_for
 from tests.distributed.test_resume_tensor_parallel import run as train_gpt
-from tests.distributed.training import Round, Run, assemble, named, run_updates, train, train_model
+from tests.distributed.training import Round, Run, assemble, train, train_model
 from tests.oracle import Array, LossScale, Oracle, Params
 
 Layout = list[list[tuple[str, int, tuple[int, ...]]]]
