@@ -12,10 +12,16 @@ ensure_cluster_tools
 # Ranks of one machine share its cores: more threads than cores make every test slower.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-1}"
 
-# DeepSpeed's CPU ops are compiled meanwhile; if that fails, the first test that needs them says why.
-python -c 'from megatron_acco.ops import prepare_cpu_ops as prepare
-prepare(["ShareMemCommBuilder", "FusedAdamBuilder", "CPUAdamBuilder"])' >/dev/null 2>&1 &
+# Where the quickstart puts DeepSpeed's CPU ops, so that its test compiles nothing of its own.
+TORCH_EXTENSIONS_DIR=$(PYTHONPATH=scripts python -c 'from quickstart import ops_folder; print(ops_folder())')
+export TORCH_EXTENSIONS_DIR
+
+# Compiled meanwhile; if that fails, the first test that needs them says why.
+prepare_ops() { python -c 'import sys; from megatron_acco.ops import prepare_cpu_ops as p; p(sys.argv[1:])' "$@" >/dev/null 2>&1; }
+prepare_ops ShareMemCommBuilder FusedAdamBuilder &
 ops=$!
+prepare_ops CPUAdamBuilder &
+adam=$!
 ensure_browser &
 browser=$!
 say "ruff"
@@ -24,5 +30,5 @@ ruff format --check .
 say "mypy"
 mypy
 say "pytest"
-wait "$ops" "$browser" || true
+wait "$ops" "$adam" "$browser" || true
 exec python -m pytest "$@"

@@ -292,11 +292,17 @@ def _ask_ranks_to_save(launcher: int) -> None:
             child.terminate()
 
 
+def ops_folder() -> Path:
+    """Where DeepSpeed's compiled ops are.
+
+    They belong to one torch build; a folder of our own keeps other programs' half-made ones away.
+    """
+    return Path(sys.prefix) / "torch_extensions" / f"torch-{importlib.metadata.version('torch')}"
+
+
 def _environment() -> dict[str, str]:
     environment = dict(os.environ)
-    # The compiled op belongs to one torch build; a folder of our own keeps other programs' half-made ones away.
-    folder = Path(sys.prefix) / "torch_extensions" / f"torch-{importlib.metadata.version('torch')}"
-    environment["TORCH_EXTENSIONS_DIR"] = str(folder)
+    environment["TORCH_EXTENSIONS_DIR"] = str(ops_folder())
     environment.setdefault("PYTHONWARNINGS", "ignore")
     environment["PYTHONUNBUFFERED"] = "1"
     return environment
