@@ -29,7 +29,10 @@ FORWARDED = (
     "WANDB_",
 )
 # DeepSpeed writes what it sends into its log, and every process list shows it.
-_SECRET = re.compile(r"TOKEN($|_)|_KEY$|SECRET|PASSWORD")
+_SECRET = re.compile(r"TOKEN($|_)|KEY$|SECRET|PASSW|CREDENTIAL")
+# A login whose link is cut would never end, and the launcher with it. ssh takes the first value that it finds, so the
+# user's own of PDSH_SSH_ARGS_APPEND win.
+_KEEP_ALIVE = "-o ServerAliveInterval=15 -o ServerAliveCountMax=4"
 
 
 def add_parser(subparsers: Any) -> None:
@@ -59,14 +62,19 @@ def launch(arguments: Sequence[str]) -> int:
     """
     from deepspeed.launcher import runner
 
-    names, secrets = select(os.environ)
+    from megatron_acco.cli.runners import PlainOpenMPIRunner, PlainPDSHRunner
+
+    runner.PDSHRunner, runner.OpenMPIRunner = PlainPDSHRunner, PlainOpenMPIRunner
+    names, secrets = select(os.environ, tuple(runner.EXPORT_ENVS))
     if secrets:
         print(f"megatron-acco launch: not sent to the hosts, because it would be logged: {', '.join(secrets)}")
     for folder in runner.DEEPSPEED_ENVIRONMENT_PATHS:
         check_environment_file(Path(folder) / runner.DEEPSPEED_ENVIRONMENT_NAME)
     # DeepSpeed compares beginnings of names.
     runner.EXPORT_ENVS = [*runner.EXPORT_ENVS, *names]
-    port = ssh_port(os.environ.get("PDSH_SSH_ARGS_APPEND", ""))
+    appended = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
+    os.environ["PDSH_SSH_ARGS_APPEND"] = f"{appended} {_KEEP_ALIVE}".strip()
+    port = ssh_port(appended)
     options = ["--ssh_port", port] if port and not any(word.startswith("--ssh_port") for word in arguments) else []
     sys.stdout.flush()
     try:
@@ -76,10 +84,15 @@ def launch(arguments: Sequence[str]) -> int:
     return 0
 
 
-def select(environ: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Names of the variables to send, and of those that look like secrets."""
-    names = sorted(name for name, value in environ.items() if name.startswith(FORWARDED) and value)
-    return [n for n in names if not _SECRET.search(n)], [n for n in names if _SECRET.search(n)]
+def select(environ: Mapping[str, str], more: tuple[str, ...] = ()) -> tuple[list[str], list[str]]:
+    """Names of the variables to send, and of those that look like secrets; `more`: beginnings beside `FORWARDED`."""
+    names = sorted(name for name, value in environ.items() if name.startswith(FORWARDED + more) and value)
+    return [n for n in names if not is_secret(n)], [n for n in names if is_secret(n)]
+
+
+def is_secret(name: str) -> bool:
+    """Whether a variable of this name looks like one that no log may show."""
+    return _SECRET.search(name) is not None
 
 
 def check_environment_file(path: Path) -> None:

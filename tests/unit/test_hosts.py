@@ -5,6 +5,10 @@ Covers CASES B41 (loopback and interface names), B45 (everyone is rank 0 of 1), 
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+from argparse import Namespace
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -187,6 +191,10 @@ def test_variables_are_sent_and_secrets_are_not() -> None:
         "DS_": "",
     }
     assert select(environ) == (["GLOO_SOCKET_IFNAME", "HF_HOME"], ["HF_TOKEN", "WANDB_API_KEY"])
+    assert select({"MLFLOW_TRACKING_PASSWORD": "s", "MLFLOW_RUN": "r"}, ("MLFLOW",)) == (
+        ["MLFLOW_RUN"],
+        ["MLFLOW_TRACKING_PASSWORD"],
+    )
     assert "TOKENIZERS_PARALLELISM" in select({"TOKENIZERS_PARALLELISM": "1"})[0]
 
 
@@ -197,3 +205,69 @@ def test_ssh_options_and_the_environment_file(tmp_path: Path) -> None:
     path.write_text("A=b\n\nC=d\n")
     with pytest.raises(ValueError, match=r"deepspeed_env, line 2: '' is not NAME=VALUE"):
         check_environment_file(path)
+
+
+WORDS = ["x y", 'say "hi"', 'a"b', "$HOME", "`id`", "it's", "a;b", "a*", "(p)", "%n", "%%", "ü", "", "\\", "a\nb", "~"]
+VALUES = {"HF_A": "/h f/$x", "HF_B": 'q"', "HF_C": "%n", "HF_D": "a\nb", "HF_E": "`id`; id", "HF_F": "\\ "}
+SECRETS = {"MLFLOW_TRACKING_PASSWORD": "s", "HF_TOKEN": "s"}
+
+
+@pytest.fixture
+def launcher(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Namespace:
+    """DeepSpeed's arguments, in a folder whose name has a space, with variables that are hard to hand on."""
+    here = tmp_path / "a folder"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    for name, value in {**VALUES, **SECRETS}.items():
+        monkeypatch.setenv(name, value)
+    off = dict.fromkeys(("ssh_port", "venv_script", "no_python", "module", "no_local_rank", "save_pid"))
+    empty = {"include": "", "exclude": "", "num_nodes": -1, "num_gpus": -1, "launcher_args": "", "hostfile": "h"}
+    master = {"master_addr": "h", "master_port": 1, "enable_each_rank_log": None}
+    return Namespace(user_script="my script.py", user_args=WORDS, **off, **empty, **master)
+
+
+def test_words_and_values_arrive_through_pdsh_and_a_shell(launcher: Namespace) -> None:
+    from megatron_acco.cli.runners import PlainPDSHRunner
+
+    runner = PlainPDSHRunner(launcher, "e30=")
+    for name, value in {**VALUES, **SECRETS}.items():
+        runner.add_export(name, value)
+    runner.add_export("HF_FILE", "$PWD/%h\n")  # as DeepSpeed hands over a line of .deepspeed_env
+    command, _, _ = runner.get_cmd({}, {"h0": [0], "h1": [0]})
+    line = " ".join(command[command.index("h0,h1") + 1 :])
+    for pattern, meaning in (("%%", "\0"), ("%n", "7"), ("%h", "h1"), ("\0", "%")):  # pdsh's own reading
+        line = line.replace(pattern, meaning)
+    show = "import json, os, sys; print(json.dumps([sys.argv, dict(os.environ), os.getcwd()]))"
+    line = line.replace("-u -m deepspeed.launcher.launch", f"-c '{show}'")
+    ran = subprocess.run(["sh", "-c", line], env={}, cwd="/", capture_output=True, text=True, check=True)
+    words, environ, folder = json.loads(ran.stdout)
+    assert words[-len(WORDS) - 1 :] == ["my script.py", *WORDS] and "--node_rank=7" in words
+    assert VALUES.items() <= environ.items() and not SECRETS.keys() & environ.keys()
+    assert folder == str(Path.cwd()) and environ["HF_FILE"] == "//%h", "the file's values are read on the host"
+
+
+def test_words_and_values_go_to_open_mpi_as_they_are(launcher: Namespace) -> None:
+    from megatron_acco.cli.runners import PlainOpenMPIRunner
+
+    runner = PlainOpenMPIRunner(launcher, "e30=", {"h0": 1, "h1": 1})
+    for name, value in {**VALUES, **SECRETS}.items():
+        runner.add_export(name, value)
+    command = runner.get_cmd({}, {})
+    assert command[-len(WORDS) :] == WORDS
+    assert {f"{name}={value}" for name, value in VALUES.items()} <= set(command)
+    assert not any(word.startswith(tuple(SECRETS)) for word in command)
+
+
+def test_a_cut_link_ends_the_login_and_the_users_own_options_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.launcher import runner
+
+    from megatron_acco.cli.launch import launch
+
+    for name in ("EXPORT_ENVS", "PDSHRunner", "OpenMPIRunner"):
+        monkeypatch.setattr(runner, name, getattr(runner, name))
+    options: list[str] = []
+    monkeypatch.setattr(runner, "main", options.extend)
+    monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", "-o ServerAliveInterval=3 -p 2222")
+    assert launch(["script.py"]) == 0 and options == ["--ssh_port", "2222", "script.py"]
+    own, added = os.environ["PDSH_SSH_ARGS_APPEND"].split(" -p 2222 ")
+    assert own == "-o ServerAliveInterval=3" and "ServerAliveCountMax" in added, "ssh takes the first of two values"
