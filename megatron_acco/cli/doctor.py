@@ -32,6 +32,9 @@ def add_parser(subparsers: Any) -> None:
         "started it (deepspeed --module megatron_acco.cli.doctor, torchrun, srun, mpirun), or checks this host.",
     )
     parser.add_argument("--hostfile", help="check all hosts of this DeepSpeed hostfile")
+    parser.add_argument("--include", default="", metavar="HOSTS", help="as for the launcher, with --hostfile")
+    parser.add_argument("--exclude", default="", metavar="HOSTS", help="as for the launcher, with --hostfile")
+    parser.add_argument("--master-port", "--master_port", type=int, help="as for the launcher, with --hostfile")
     parser.add_argument("--ssh-port", "--ssh_port", type=int, help="port of sshd on the hosts")
     parser.add_argument(
         "--data-path", nargs="+", default=[], metavar="PREFIX", help="as for training: the same on all hosts?"
@@ -71,7 +74,10 @@ def _over_hostfile(args: argparse.Namespace) -> int:
 
     if not os.path.isfile(args.hostfile):
         raise FileNotFoundError(f"no hostfile {args.hostfile}")
-    hosts = list(runner.fetch_hostfile(args.hostfile))
+    # The part of the hosts that a run with the same options would take.
+    hosts = list(runner.parse_inclusion_exclusion(runner.fetch_hostfile(args.hostfile), args.include, args.exclude))
+    if not hosts:
+        raise ValueError("--include and --exclude leave no host")
     appended = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
     port = str(args.ssh_port) if args.ssh_port else ssh_port(appended)
     options = [*shlex.split(appended), *(["-p", port] if port else [])]
@@ -89,7 +95,9 @@ def _over_hostfile(args: argparse.Namespace) -> int:
         value = getattr(args, name)
         words += [f"--{name.replace('_', '-')}", str(value)] if value is not None else []
     start = ["--hostfile", args.hostfile, "--force_multi", "--no_local_rank", *(["--ssh_port", port] if port else [])]
-    return launch([*start, "--module", _MODULE, *words])
+    for name in ("include", "exclude", "master_port"):
+        start += [f"--{name}", str(getattr(args, name))] if getattr(args, name) else []
+    return launch([*start, "--module", _MODULE, *words], cut_off_seconds=args.timeout)
 
 
 def _login_fault(host: str, options: Sequence[str]) -> str:

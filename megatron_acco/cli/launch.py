@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import itertools
+import math
 import os
 import re
 import shlex
@@ -30,9 +33,7 @@ FORWARDED = (
 )
 # DeepSpeed writes what it sends into its log, and every process list shows it.
 _SECRET = re.compile(r"TOKEN($|_)|KEY$|SECRET|PASSW|CREDENTIAL")
-# A login whose link is cut would never end, and the launcher with it. ssh takes the first value that it finds, so the
-# user's own of PDSH_SSH_ARGS_APPEND win.
-_KEEP_ALIVE = "-o ServerAliveInterval=15 -o ServerAliveCountMax=4"
+_ALIVE_SECONDS = 15
 
 
 def add_parser(subparsers: Any) -> None:
@@ -54,8 +55,12 @@ def run(args: argparse.Namespace) -> int:
     return launch(args.arguments)
 
 
-def launch(arguments: Sequence[str]) -> int:
+def launch(arguments: Sequence[str], cut_off_seconds: float | None = None) -> int:
     """DeepSpeed's launcher in this process, with more variables sent.
+
+    Args:
+        arguments: as for `deepspeed`.
+        cut_off_seconds: how long a host may be cut off before its ssh ends; None: the time limit of the script.
 
     Raises:
         ValueError: a `.deepspeed_env` that DeepSpeed cannot read.
@@ -73,7 +78,8 @@ def launch(arguments: Sequence[str]) -> int:
     # DeepSpeed compares beginnings of names.
     runner.EXPORT_ENVS = [*runner.EXPORT_ENVS, *names]
     appended = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
-    os.environ["PDSH_SSH_ARGS_APPEND"] = f"{appended} {_KEEP_ALIVE}".strip()
+    alive = keep_alive(time_limit(arguments) if cut_off_seconds is None else cut_off_seconds)
+    os.environ["PDSH_SSH_ARGS_APPEND"] = f"{appended} {alive}".strip()
     port = ssh_port(appended)
     options = ["--ssh_port", port] if port and not any(word.startswith("--ssh_port") for word in arguments) else []
     sys.stdout.flush()
@@ -93,6 +99,26 @@ def select(environ: Mapping[str, str], more: tuple[str, ...] = ()) -> tuple[list
 def is_secret(name: str) -> bool:
     """Whether a variable of this name looks like one that no log may show."""
     return _SECRET.search(name) is not None
+
+
+def time_limit(arguments: Sequence[str]) -> float:
+    """--distributed-timeout-minutes of the script's arguments, in seconds."""
+    minutes = 10.0
+    for word, following in itertools.pairwise([*arguments, ""]):
+        name, _, value = word.partition("=")
+        if name == "--distributed-timeout-minutes":
+            with contextlib.suppress(ValueError):  # for the script to refuse
+                minutes = float(value or following)
+    return 60.0 * minutes
+
+
+def keep_alive(seconds: float) -> str:
+    """Options that end an ssh whose host has been cut off for a little more than `seconds`; else it waits for hours.
+
+    ssh takes the first value that it finds: behind the user's own options these change nothing of them.
+    """
+    count = max(2, math.ceil(seconds / _ALIVE_SECONDS)) + 2
+    return f"-o ServerAliveInterval={_ALIVE_SECONDS} -o ServerAliveCountMax={count}"
 
 
 def check_environment_file(path: Path) -> None:

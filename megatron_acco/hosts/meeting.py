@@ -10,13 +10,14 @@ import json
 import os
 import time
 from collections import defaultdict
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 
 import torch.distributed as dist
 
 from megatron_acco.hosts.facts import Facts, gather
 from megatron_acco.hosts.judge import Verdict, judge
+from megatron_acco.hosts.network import is_loopback
 from megatron_acco.hosts.ranks import Ranks
 
 _PREFIX = "megatron_acco_hosts"
@@ -62,7 +63,7 @@ def meet(ranks: Ranks, device: str, timeout: timedelta) -> Meeting:
     everyone: list[Facts] = []
     try:
         if ranks.rank == 0:
-            everyone = _collect(shared, ranks, start, timeout, f"{master}:{port}")
+            everyone = tell_apart(_collect(shared, ranks, start, timeout, f"{master}:{port}"))
             verdict = judge(everyone, master)
             shared.set("verdict", json.dumps(asdict(verdict)))
             if verdict.problems:
@@ -118,6 +119,21 @@ def _collect(store: dist.Store, ranks: Ranks, start: float, timeout: timedelta, 
             raise RuntimeError(_missing(store, ranks.world_size, timeout, place)) from error
         everyone.append(Facts(**json.loads(store.get(str(rank)))))
     return everyone
+
+
+def tell_apart(everyone: list[Facts]) -> list[Facts]:
+    """Hosts that share a name, as containers and copied machines do, get their address behind it: names are told."""
+    keys = defaultdict(set)
+    for facts in everyone:
+        keys[facts.host].add(facts.host_key)
+    named: dict[str, str] = {}  # by host_key: all ranks of a host get one name
+    for facts in everyone:
+        if len(keys[facts.host]) > 1 and facts.host_key not in named:
+            outside = [a for own in facts.interfaces.values() for a in own if not is_loopback(a)]
+            at = next((a for a in (facts.towards_master, *outside) if a and not is_loopback(a)), "no address")
+            name = f"{facts.host}@{at}"
+            named[facts.host_key] = f"{name} (rank {facts.rank})" if name in named.values() else name
+    return [replace(facts, host=named.get(facts.host_key, facts.host)) for facts in everyone]
 
 
 def _missing(store: dist.Store, world_size: int, timeout: timedelta, place: str) -> str:

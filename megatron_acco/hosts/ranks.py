@@ -23,6 +23,8 @@ _SCHEDULERS = {
 # What a launcher leaves in the environment that starts ranks of its own, DeepSpeed's and torchrun.
 _LAUNCHERS = {"DeepSpeed's launcher": "CROSS_RANK", "torchrun": "TORCHELASTIC_RUN_ID"}
 
+_OWN = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+
 _HOW = "docs/multi-node.md has a command for every launcher"
 
 
@@ -45,6 +47,9 @@ def discover_ranks(environ: MutableMapping[str, str] = os.environ) -> Ranks:
         ValueError: if only some of the variables are there, or a scheduler's contradict them, so that processes which
             belong together would make several jobs.
     """
+    for name in _OWN:
+        if environ.get(name, "set").strip() == "":  # as a wrapper exports what it does not know
+            del environ[name]
     if "RANK" not in environ:
         _derive(environ)
     missing = [name for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR") if not environ.get(name)]
@@ -53,13 +58,14 @@ def discover_ranks(environ: MutableMapping[str, str] = os.environ) -> Ranks:
             f"incomplete launch: {', '.join(missing)} not set; start with `deepspeed pretrain_gpt_acco.py ...` ({_HOW})"
         )
     environ.setdefault("MASTER_PORT", "29500")
-    local = environ.get("LOCAL_SIZE") or environ.get("LOCAL_WORLD_SIZE") or "1"
-    try:
-        ranks = Ranks(int(environ["RANK"]), int(environ["WORLD_SIZE"]), int(environ["LOCAL_RANK"]), int(local))
-    except ValueError as error:
-        raise ValueError(f"RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE must be numbers: {error}") from error
+    local = "LOCAL_SIZE" if "LOCAL_SIZE" in environ else "LOCAL_WORLD_SIZE"
+    ranks = Ranks(*(_number(environ, name, 1) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", local)))
     if not 0 <= ranks.rank < ranks.world_size:
         raise ValueError(f"RANK {ranks.rank} is not among the {ranks.world_size} ranks of WORLD_SIZE")
+    if ranks.local_rank < 0 or (local in environ and ranks.local_rank >= ranks.local_world_size):
+        raise ValueError(f"LOCAL_RANK {ranks.local_rank} is not among the {ranks.local_world_size} ranks of {local}")
+    if not 0 < _number(environ, "MASTER_PORT", 0) < 65_536:
+        raise ValueError(f"MASTER_PORT {environ['MASTER_PORT']} is not a port (1 to 65535)")
     _refuse_contradiction(ranks, environ)
     return ranks
 
@@ -67,41 +73,67 @@ def discover_ranks(environ: MutableMapping[str, str] = os.environ) -> Ranks:
 def _refuse_contradiction(ranks: Ranks, environ: Mapping[str, str]) -> None:
     """Refuse ranks that the scheduler's own count shows to be wrong (think of an exported RANK=0)."""
     launcher = next((name for name, variable in _LAUNCHERS.items() if variable in environ), None)
-    for scheduler, (rank, size, _, _) in _SCHEDULERS.items():
-        # A batch script has the numbers of its job and is none of its tasks; only a step's count processes.
-        if scheduler == "Slurm (job)" or rank not in environ or int(environ.get(size) or "1") < 2:
-            continue
-        started = int(environ[size])
-        if launcher is not None and ranks.world_size == ranks.local_world_size:
-            raise ValueError(
-                f"{scheduler} started {launcher} {started} times, and each of them makes a job of its own with "
-                f"{ranks.world_size} ranks; tell it about the other nodes, or start the script itself with {scheduler} "
-                f"({_HOW})"
-            )
-        if launcher is None and (ranks.world_size != started or ranks.rank != int(environ[rank])):
-            raise ValueError(
-                f"{scheduler} started this process as rank {environ[rank]} of {started} ({rank}, {size}), but RANK and "
-                f"WORLD_SIZE in the environment say rank {ranks.rank} of {ranks.world_size}; unset RANK, WORLD_SIZE "
-                f"and LOCAL_RANK, they are derived from {scheduler}'s"
-            )
+    scheduler = _scheduler(environ)
+    # A batch script has the numbers of its job and is none of its tasks; only a step's count processes.
+    if scheduler is None or scheduler == "Slurm (job)":
+        return
+    rank, size, _, _ = _SCHEDULERS[scheduler]
+    started = _number(environ, size, 1)
+    if launcher is not None and ranks.world_size == ranks.local_world_size:
+        raise ValueError(
+            f"{scheduler} started {launcher} {started} times, and each of them makes a job of its own with "
+            f"{ranks.world_size} ranks; tell it about the other nodes, or start the script itself with {scheduler} "
+            f"({_HOW})"
+        )
+    if launcher is None and (ranks.world_size != started or ranks.rank != _number(environ, rank, 0)):
+        raise ValueError(
+            f"{scheduler} started this process as rank {environ[rank]} of {started} ({rank}, {size}), but RANK and "
+            f"WORLD_SIZE in the environment say rank {ranks.rank} of {ranks.world_size}; unset RANK, WORLD_SIZE "
+            f"and LOCAL_RANK, they are derived from {scheduler}'s"
+        )
+
+
+def _scheduler(environ: Mapping[str, str]) -> str | None:
+    """Which of `_SCHEDULERS` started this process as one of several.
+
+    Of more than one it is the one with the most processes: mpirun and its daemons inherit the variables of the Slurm
+    step, or of the batch script, that they run in.
+    """
+    sizes = {
+        scheduler: _number(environ, size, 1) for scheduler, (rank, size, _, _) in _SCHEDULERS.items() if rank in environ
+    }
+    several = {scheduler: size for scheduler, size in sizes.items() if size > 1}
+    if len(several) > 1:
+        several.pop("Slurm (job)", None)
+    return max(several, key=several.__getitem__, default=None)
+
+
+def _number(environ: Mapping[str, str], name: str, default: int) -> int:
+    text = environ.get(name) or str(default)
+    try:
+        return int(text)
+    except ValueError as error:
+        raise ValueError(f"{name} must be a number, got {text!r}") from error
 
 
 def _derive(environ: MutableMapping[str, str]) -> None:
-    for scheduler, (rank, size, local_rank, local_size) in _SCHEDULERS.items():
-        if rank in environ and int(environ.get(size) or "1") > 1:
-            started = int(environ[size])
-            if int(environ.get("WORLD_SIZE") or started) != started:
-                raise ValueError(
-                    f"{scheduler} started {started} processes ({size}), but WORLD_SIZE is {environ['WORLD_SIZE']}; "
-                    f"unset WORLD_SIZE"
-                )
-            environ.update(RANK=environ[rank], WORLD_SIZE=environ[size], LOCAL_RANK=environ.get(local_rank, "0"))
-            local = _tasks_on_this_node(environ.get(local_size, ""), int(environ.get("SLURM_NODEID") or "0"))
-            if local is not None:
-                environ["LOCAL_WORLD_SIZE"] = str(local)
-            _find_master(scheduler, environ, one_node=environ.get("SLURM_NNODES") == "1" or local == started)
-            return
-    if int(environ.get("WORLD_SIZE") or "1") > 1:
+    scheduler = _scheduler(environ)
+    if scheduler is not None:
+        rank, size, local_rank, local_size = _SCHEDULERS[scheduler]
+        started = _number(environ, size, 1)
+        if _number(environ, "WORLD_SIZE", started) != started:
+            raise ValueError(
+                f"{scheduler} started {started} processes ({size}), but WORLD_SIZE is {environ['WORLD_SIZE']}; "
+                f"unset WORLD_SIZE"
+            )
+        environ.update(RANK=environ[rank], WORLD_SIZE=environ[size], LOCAL_RANK=environ.get(local_rank, "0"))
+        local = _tasks_on_this_node(environ.get(local_size, ""), _number(environ, "SLURM_NODEID", 0))
+        if local is not None:
+            environ["LOCAL_WORLD_SIZE"] = str(local)
+        one_node = scheduler.startswith("Slurm") and environ.get("SLURM_NNODES") == "1"
+        _find_master(scheduler, environ, one_node=one_node or local == started)
+        return
+    if _number(environ, "WORLD_SIZE", 1) > 1:
         raise ValueError(
             f"WORLD_SIZE is {environ['WORLD_SIZE']} but RANK is not set; start with "
             f"`deepspeed pretrain_gpt_acco.py ...` ({_HOW})"

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
-from megatron_acco.cli.launch import check_environment_file, select, ssh_port
+from megatron_acco.cli.launch import check_environment_file, keep_alive, launch, select, ssh_port, time_limit
 from megatron_acco.hosts.facts import Facts
-from megatron_acco.hosts.files import data_files, mark, marks
+from megatron_acco.hosts.files import data_files, leave_token, mark, marks, room
 from megatron_acco.hosts.judge import Verdict, judge
 from megatron_acco.hosts.measure import slow_links
+from megatron_acco.hosts.meeting import tell_apart
 from megatron_acco.hosts.ranks import Ranks, discover_ranks, first_node
 
 SLURM = {
@@ -71,7 +72,12 @@ def test_mpi_needs_the_master_only() -> None:
         ({**SLURM, "WORLD_SIZE": "2"}, r"Slurm started 3 processes.*but WORLD_SIZE is 2"),
         ({**SLURM, **BY_HAND, "CROSS_RANK": "0"}, "Slurm started DeepSpeed's launcher 3 times, and each of them"),
         ({**SLURM, **BY_HAND, "TORCHELASTIC_RUN_ID": "0"}, "Slurm started torchrun 3 times"),
-        ({**BY_HAND, "WORLD_SIZE": "x"}, "must be numbers"),
+        ({**BY_HAND, "WORLD_SIZE": "x"}, "WORLD_SIZE must be a number, got 'x'"),
+        ({**BY_HAND, "MASTER_PORT": "http"}, "MASTER_PORT must be a number, got 'http'"),
+        ({**BY_HAND, "MASTER_PORT": "99999"}, "MASTER_PORT 99999 is not a port"),
+        ({**BY_HAND, "LOCAL_RANK": "-1"}, "LOCAL_RANK -1 is not among the 1 ranks"),
+        ({**BY_HAND, "LOCAL_RANK": "2", "LOCAL_SIZE": "2"}, "LOCAL_RANK 2 is not among the 2 ranks of LOCAL_SIZE"),
+        ({**SLURM, "SLURM_STEP_NUM_TASKS": "x"}, "SLURM_STEP_NUM_TASKS must be a number, got 'x'"),
         ({"RANK": "0", "WORLD_SIZE": "2"}, "LOCAL_RANK, MASTER_ADDR not set"),
     ],
 )
@@ -79,6 +85,25 @@ def test_variables_that_contradict_each_other_are_refused(environ: dict[str, str
     """B45: never several jobs of one rank."""
     with pytest.raises(ValueError, match=message):
         discover_ranks(dict(environ))
+
+
+def test_mpirun_inside_a_slurm_job_gives_the_ranks() -> None:
+    """B45: its daemons are a step of Slurm's, one task per node, and what they start inherits that step's variables."""
+    daemons = {**SLURM, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "SLURM_NODEID": "0", "SLURM_NNODES": "1"}
+    ranks = {"RANK": 5, "SIZE": 8, "LOCAL_RANK": 1, "LOCAL_SIZE": 4}
+    inner = {**{f"OMPI_COMM_WORLD_{name}": str(value) for name, value in ranks.items()}, "MASTER_ADDR": "h"}
+    batch_script = {"SLURM_PROCID": "0", "SLURM_NTASKS": "16", "SLURM_LOCALID": "0"}
+    for outer in (daemons, batch_script):
+        environ = {**outer, **inner}
+        assert discover_ranks(environ) == Ranks(5, 8, 1, 4) and environ["MASTER_ADDR"] == "h"
+    with pytest.raises(ValueError, match="Open MPI as rank 5 of 8, but MASTER_ADDR"):
+        discover_ranks({**daemons, **inner, "MASTER_ADDR": ""})
+    # srun --mpi=pmi2 sets both, and the rank on the node in Slurm's only.
+    assert discover_ranks({**SLURM, "SLURM_LOCALID": "1", "PMI_RANK": "2", "PMI_SIZE": "3"}).local_rank == 1
+
+
+def test_empty_variables_are_not_set() -> None:
+    assert discover_ranks({**SLURM, "RANK": "", "WORLD_SIZE": "", "MASTER_ADDR": " "}) == Ranks(2, 3, 0, 1)
 
 
 def test_a_launcher_under_a_scheduler_is_right() -> None:
@@ -157,6 +182,22 @@ def test_another_build_and_little_shared_memory_are_warnings() -> None:
     assert not one_host.problems and one_host.speaks == [["", ""], ["", ""]]
     assert "/dev/shm on h0 has 64 MiB free, and 2 ranks may want 132 MiB" in one_host.warnings[0]
     assert one_host.hosts == ["h0 (ranks 0-1): alone, no interface needed"]
+
+
+def test_hosts_with_one_name_are_told_apart() -> None:
+    """Copied machines and containers: what `doctor` collects by name must not be lost."""
+    same = [rank(n, host="ubuntu", host_key=f"h{n // 2}", towards_master=f"10.0.0.{n // 2}") for n in range(4)]
+    names = [facts.host for facts in tell_apart([*same, rank(4)])]
+    assert names == ["ubuntu@10.0.0.0"] * 2 + ["ubuntu@10.0.0.1"] * 2 + ["h4"]
+    behind_nat = [replace(facts, towards_master="127.0.0.1", interfaces={}) for facts in same]
+    assert len({facts.host for facts in tell_apart(behind_nat)}) == 2
+
+
+def test_a_folder_that_cannot_be_written_is_found_out_by_writing(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for folder in (tmp_path / "file" / "runs", Path("/proc/runs")):
+        assert not room(str(folder))["writable"] and leave_token(str(folder), "token") == ""
+    assert room(str(tmp_path / "new" / "runs"))["writable"] and list(tmp_path.iterdir()) == [tmp_path / "file"]
 
 
 def test_slow_hosts_and_slow_pairs_are_named() -> None:
@@ -261,8 +302,6 @@ def test_words_and_values_go_to_open_mpi_as_they_are(launcher: Namespace) -> Non
 def test_a_cut_link_ends_the_login_and_the_users_own_options_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     from deepspeed.launcher import runner
 
-    from megatron_acco.cli.launch import launch
-
     for name in ("EXPORT_ENVS", "PDSHRunner", "OpenMPIRunner"):
         monkeypatch.setattr(runner, name, getattr(runner, name))
     options: list[str] = []
@@ -270,4 +309,7 @@ def test_a_cut_link_ends_the_login_and_the_users_own_options_stay(monkeypatch: p
     monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", "-o ServerAliveInterval=3 -p 2222")
     assert launch(["script.py"]) == 0 and options == ["--ssh_port", "2222", "script.py"]
     own, added = os.environ["PDSH_SSH_ARGS_APPEND"].split(" -p 2222 ")
-    assert own == "-o ServerAliveInterval=3" and "ServerAliveCountMax" in added, "ssh takes the first of two values"
+    assert own == "-o ServerAliveInterval=3", "ssh takes the first of two values"
+    assert added == "-o ServerAliveInterval=15 -o ServerAliveCountMax=42", "the script's default: 10 minutes"
+    assert time_limit(["s.py", "--distributed-timeout-minutes", "1"]) == 60.0 and keep_alive(60.0).endswith("=6")
+    assert time_limit(["s.py", "--distributed-timeout-minutes=0.1"]) == 6.0 and keep_alive(6.0).endswith("=4")
