@@ -70,7 +70,7 @@ def run(args: argparse.Namespace) -> int:
 def _over_hostfile(args: argparse.Namespace) -> int:
     from deepspeed.launcher import runner
 
-    from megatron_acco.cli.launch import launch, ssh_port
+    from megatron_acco.cli.launch import launch, port_options, ssh_port
 
     if not os.path.isfile(args.hostfile):
         raise FileNotFoundError(f"no hostfile {args.hostfile}")
@@ -80,6 +80,7 @@ def _over_hostfile(args: argparse.Namespace) -> int:
         raise ValueError("--include and --exclude leave no host")
     appended = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
     port = str(args.ssh_port) if args.ssh_port else ssh_port(appended)
+    port_options(["--ssh_port", str(port)] if port else [], ssh_port(appended))
     options = [*shlex.split(appended), *(["-p", port] if port else [])]
     with ThreadPoolExecutor(32) as pool:
         faults = list(pool.map(lambda host: _login_fault(host, options), hosts))

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import shlex
+import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -63,7 +64,7 @@ def launch(arguments: Sequence[str], cut_off_seconds: float | None = None) -> in
         cut_off_seconds: how long a host may be cut off before its ssh ends; None: the time limit of the script.
 
     Raises:
-        ValueError: a `.deepspeed_env` that DeepSpeed cannot read.
+        ValueError: a `.deepspeed_env` that DeepSpeed cannot read, two ports of ssh, or what the launcher refuses.
     """
     from deepspeed.launcher import runner
 
@@ -80,14 +81,29 @@ def launch(arguments: Sequence[str], cut_off_seconds: float | None = None) -> in
     appended = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
     alive = keep_alive(time_limit(arguments) if cut_off_seconds is None else cut_off_seconds)
     os.environ["PDSH_SSH_ARGS_APPEND"] = f"{appended} {alive}".strip()
-    port = ssh_port(appended)
-    options = ["--ssh_port", port] if port and not any(word.startswith("--ssh_port") for word in arguments) else []
+    options = port_options(arguments, ssh_port(appended))
     sys.stdout.flush()
     try:
         runner.main([*options, *arguments])
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 1
+    except (RuntimeError, AssertionError, subprocess.CalledProcessError) as error:
+        # pdsh is missing, a node rank that is none, a host that does not let us in: no case for a traceback.
+        raise ValueError(f"the launcher: {error}") from error
     return 0
+
+
+def port_options(arguments: Sequence[str], appended: str | None) -> list[str]:
+    """Options that tell DeepSpeed's own logins the port of pdsh's. `appended`: the one of PDSH_SSH_ARGS_APPEND."""
+    given = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    given.add_argument("--ssh_port")
+    given.add_argument("rest", nargs=argparse.REMAINDER)
+    port = given.parse_known_args(arguments)[0].ssh_port
+    if port and appended and port != appended:
+        raise ValueError(
+            f"--ssh_port {port}, but PDSH_SSH_ARGS_APPEND says -p {appended}, which pdsh would take; leave one out"
+        )
+    return ["--ssh_port", appended] if appended and not port else []
 
 
 def select(environ: Mapping[str, str], more: tuple[str, ...] = ()) -> tuple[list[str], list[str]]:

@@ -68,9 +68,11 @@ def _judge_counts(everyone: Sequence[Facts], hosts: dict[str, list[Facts]], verd
         for facts in ranks:
             taken[facts.local_rank].append(facts.rank)
         for local_rank, owners in taken.items():
-            if len(owners) > 1 and everyone[0].device != "cpu":
-                verdict.problems.append(
-                    f"{_ranges(owners)} on {ranks[0].host} all have LOCAL_RANK {local_rank} and would share one device"
+            if len(owners) > 1:
+                cpu = everyone[0].device == "cpu"
+                (verdict.warnings if cpu else verdict.problems).append(
+                    f"{_ranges(owners)} on {ranks[0].host} all have LOCAL_RANK {local_rank} and would share "
+                    f"{'its cores' if cpu else 'one device'}; is it in the hostfile under two names?"
                 )
 
 

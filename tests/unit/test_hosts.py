@@ -15,7 +15,15 @@ from typing import Any
 
 import pytest
 
-from megatron_acco.cli.launch import check_environment_file, keep_alive, launch, select, ssh_port, time_limit
+from megatron_acco.cli.launch import (
+    check_environment_file,
+    keep_alive,
+    launch,
+    port_options,
+    select,
+    ssh_port,
+    time_limit,
+)
 from megatron_acco.hosts.facts import Facts
 from megatron_acco.hosts.files import data_files, leave_token, mark, marks, room
 from megatron_acco.hosts.judge import Verdict, judge
@@ -99,7 +107,12 @@ def test_mpirun_inside_a_slurm_job_gives_the_ranks() -> None:
     with pytest.raises(ValueError, match="Open MPI as rank 5 of 8, but MASTER_ADDR"):
         discover_ranks({**daemons, **inner, "MASTER_ADDR": ""})
     # srun --mpi=pmi2 sets both, and the rank on the node in Slurm's only.
-    assert discover_ranks({**SLURM, "SLURM_LOCALID": "1", "PMI_RANK": "2", "PMI_SIZE": "3"}).local_rank == 1
+    assert (
+        discover_ranks(
+            {**SLURM, "SLURM_NODEID": "0", "SLURM_LOCALID": "1", "PMI_RANK": "2", "PMI_SIZE": "3"}
+        ).local_rank
+        == 1
+    )
 
 
 def test_empty_variables_are_not_set() -> None:
@@ -172,6 +185,14 @@ def test_hosts_that_do_not_fit_together_are_refused(second: dict[str, Any], prob
     assert len(verdict.problems) == 1
     with pytest.raises(AssertionError, match=problem):
         raise AssertionError(verdict.problems[0])
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_host_that_is_listed_under_two_names_is_told(device: str) -> None:
+    twice = {"device": device, "host": "h0", "host_key": "h0", "shared_memory_free": 8 << 30}
+    verdict = judge([rank(0, **twice), rank(1, **twice)], "127.0.0.1")
+    (text,) = verdict.warnings if device == "cpu" else verdict.problems
+    assert "ranks 0-1 on h0 all have LOCAL_RANK 0" in text and "under two names" in text
 
 
 def test_another_build_and_little_shared_memory_are_warnings() -> None:
@@ -297,6 +318,22 @@ def test_words_and_values_go_to_open_mpi_as_they_are(launcher: Namespace) -> Non
     assert command[-len(WORDS) :] == WORDS
     assert {f"{name}={value}" for name, value in VALUES.items()} <= set(command)
     assert not any(word.startswith(tuple(SECRETS)) for word in command)
+
+
+def test_what_the_launcher_refuses_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from deepspeed.launcher import runner
+
+    for name in ("EXPORT_ENVS", "PDSHRunner", "OpenMPIRunner"):
+        monkeypatch.setattr(runner, name, getattr(runner, name))
+    (tmp_path / "hosts").write_text("h0 slots=1\r\n\n# two\nh1 slots=1\n")
+    words = ["--hostfile", str(tmp_path / "hosts"), "--no_ssh", "--master_addr", "h0", "--node_rank", "2", "s.py"]
+    monkeypatch.setenv("PDSH_SSH_ARGS_APPEND", "-p 2222")
+    with pytest.raises(ValueError, match=r"launcher: .*--node_rank is not set correctly"):
+        launch(words)
+    with pytest.raises(ValueError, match="--ssh_port 22, but PDSH_SSH_ARGS_APPEND says -p 2222"):
+        launch(["--ssh_port=22", *words])
+    assert port_options(["--ssh_port", "2222"], "2222") == port_options(["s.py"], None) == []
+    assert port_options(["s.py", "--ssh_port", "1"], "2222") == ["--ssh_port", "2222"], "the script's own argument"
 
 
 def test_a_cut_link_ends_the_login_and_the_users_own_options_stay(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -177,3 +177,85 @@ def test_an_interrupted_compilation_is_named_and_forgotten_when_old(
     marker.touch()
     wait_for_marker(marker, stale_seconds=0.5)
     assert not marker.exists() and str(marker) in capsys.readouterr().err
+
+
+# ---- examples/multi-node ------------------------------------------------------------------------------------------
+
+# srun takes its options up to the first other word and starts the tasks; here two, on one node.
+SRUN = """#!/bin/bash
+while [[ "$1" == --* ]]; do echo "srun $1" >>"$LOG"; shift; done
+for rank in 0 1; do
+    SLURM_PROCID=$rank SLURM_STEP_NUM_TASKS=2 "$@" || code=$?
+done
+exit ${code:-0}
+"""
+TASK = """#!/bin/bash
+printf '%s|' "$SLURM_PROCID" "$OMP_NUM_THREADS" "$@" >>"$LOG"; echo >>"$LOG"
+[[ "$*" == *doctor* ]] && exit $DOCTOR || exit 75
+"""
+
+
+@pytest.mark.parametrize("script", ["slurm.sbatch", "slurm_pyxis.sbatch"])
+def test_batch_scripts_hand_arguments_on_and_stop_at_what_doctor_finds(script: str, tmp_path: Path) -> None:
+    for name, text in (("srun", SRUN), ("python", TASK)):
+        (tmp_path / name).write_text(text)
+        (tmp_path / name).chmod(0o755)
+
+    def submit(doctor: int, **more: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+        log = tmp_path / f"log{doctor}"
+        variables = {
+            "PATH": f"{tmp_path}:{os.environ['PATH']}",
+            "PYTHON": "python",
+            "SLURM_CPUS_PER_TASK": "8",
+            "LOG": str(log),
+            "DOCTOR": str(doctor),
+            **more,
+        }
+        words = ["bash", str(ROOT / "examples/multi-node" / script), "--num-layers", "12", "--title", "two words"]
+        ran = subprocess.run(words, env=variables, cwd=tmp_path, capture_output=True, text=True)
+        return ran, log.read_text().splitlines() if log.exists() else []
+
+    image = {"IMAGE": "img", "DATA": "/data"} if "pyxis" in script else {}
+    ran, log = submit(0, **image)
+    assert ran.returncode == 75, "the exit code of a run that was stopped by a signal, " + ran.stderr
+    tasks = [line.split("|")[:-1] for line in log if not line.startswith("srun")]
+    assert [task[:2] for task in tasks] == [["0", "8"], ["1", "8"]] * 2
+    doctor, training = tasks[0][2:], tasks[2][2:]
+    assert doctor[:3] == ["-m", "megatron_acco.cli.main", "doctor"] and training[1] == "pretrain_gpt_acco.py"
+    assert training[-4:] == ["--num-layers", "12", "--title", "two words"]
+    assert (ROOT / training[training.index("--deepspeed_config") + 1]).is_file()
+    assert ("srun --container-image=img" in log) == bool(image)
+
+    ran, log = submit(1, **image)
+    assert ran.returncode == 1 and len([line for line in log if not line.startswith("srun")]) == 2
+    if image:
+        ran, log = submit(2)
+        assert ran.returncode != 0 and "name the container image" in ran.stderr and not log
+
+
+def test_the_kubernetes_manifest_is_a_pytorchjob_whose_parts_fit_together() -> None:
+    """Against the fields of kubeflow.org/v1: the operator refuses others, and a container of another name."""
+    yaml = pytest.importorskip("yaml")
+    job = yaml.safe_load((ROOT / "examples/multi-node/pytorchjob.yaml").read_text())
+    assert (job["apiVersion"], job["kind"]) == ("kubeflow.org/v1", "PyTorchJob") and job["metadata"]["name"]
+    spec = job["spec"]
+    assert spec.keys() <= {"runPolicy", "elasticPolicy", "pytorchReplicaSpecs", "nprocPerNode"}
+    assert isinstance(spec["nprocPerNode"], str), "the field is a string, else the API server refuses it"
+    assert spec["runPolicy"]["cleanPodPolicy"] in ("None", "Running", "All")
+    assert (
+        spec["pytorchReplicaSpecs"].keys() == {"Master", "Worker"}
+        and spec["pytorchReplicaSpecs"]["Master"]["replicas"] == 1
+    )
+    for replica in spec["pytorchReplicaSpecs"].values():
+        assert replica.keys() <= {"replicas", "template", "restartPolicy"}
+        assert replica["restartPolicy"] in ("Always", "OnFailure", "Never", "ExitCode")
+        pod = replica["template"]["spec"]
+        (container,) = pod["containers"]
+        assert container["name"] == "pytorch"
+        assert container["resources"]["limits"]["nvidia.com/gpu"] == spec["nprocPerNode"]
+        assert {mount["name"] for mount in container["volumeMounts"]} == {volume["name"] for volume in pod["volumes"]}
+        assert "/dev/shm" in {mount["mountPath"] for mount in container["volumeMounts"]}
+        assert container["command"] == ["torchrun", "pretrain_gpt_acco.py"]
+        assert all(isinstance(word, str) for word in container["args"])
+        config = next(word for word in container["args"] if word.startswith("--deepspeed_config="))
+        assert (ROOT / config.partition("=")[2]).is_file()
