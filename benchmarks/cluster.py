@@ -1,7 +1,7 @@
 """A cluster in a box: several hosts on one machine, with links of a chosen rate and CPUs of a chosen speed.
 
     python -m benchmarks.cluster --hosts 2 --rate 300mbit -- hostname -I
-    python -m benchmarks.cluster --hosts 2 --cpu 1.0 0.5 --ranks -- python train.py
+    python -m benchmarks.cluster --hosts 2 --cpu 1.0 0.5 --pin -- python train.py
 
     with Cluster(hosts=2, rate="300mbit", cpu=[1.0, 0.5]) as cluster:
         cluster.launch([sys.executable, "train.py"]).wait(timeout=600)

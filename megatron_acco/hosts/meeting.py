@@ -49,6 +49,11 @@ def meet(ranks: Ranks, device: str, timeout: timedelta) -> Meeting:
     try:
         store = _open_store(ranks, master, port, timeout)
     except dist.DistError as error:
+        if "EADDRINUSE" in str(error):
+            raise HostsRefused(
+                f"{facts.host}: port {port} is taken, by another job or what it left behind; give this one another "
+                f"(--master_port)"
+            ) from error
         raise RuntimeError(
             f"rank {ranks.rank} of {ranks.world_size} on {facts.host} could not meet the others at {master}:{port} "
             f"within {minutes:g} minutes (own addresses: {facts.interfaces}): {error}"

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 from argparse import Namespace
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from megatron_acco.hosts.facts import Facts
 from megatron_acco.hosts.files import data_files, leave_token, mark, marks, room
 from megatron_acco.hosts.judge import Verdict, judge
 from megatron_acco.hosts.measure import slow_links
-from megatron_acco.hosts.meeting import tell_apart
+from megatron_acco.hosts.meeting import HostsRefused, meet, tell_apart
 from megatron_acco.hosts.ranks import Ranks, discover_ranks, first_node
 
 SLURM = {
@@ -219,6 +221,15 @@ def test_a_folder_that_cannot_be_written_is_found_out_by_writing(tmp_path: Path)
     for folder in (tmp_path / "file" / "runs", Path("/proc/runs")):
         assert not room(str(folder))["writable"] and leave_token(str(folder), "token") == ""
     assert room(str(tmp_path / "new" / "runs"))["writable"] and list(tmp_path.iterdir()) == [tmp_path / "file"]
+
+
+def test_a_taken_port_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = other.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        with pytest.raises(HostsRefused, match=rf"port {port} is taken.*--master_port"):
+            meet(Ranks(0, 2, 0, 1), "cpu", timedelta(seconds=30))
 
 
 def test_slow_hosts_and_slow_pairs_are_named() -> None:
