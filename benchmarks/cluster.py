@@ -588,8 +588,10 @@ def remove_remains() -> None:
         if match and _start_time(int(match[1])) != int(match[2]):
             if kind == "group":
                 _remove_group(path)
-            elif path.stat().st_uid == os.geteuid():
-                shutil.rmtree(path, ignore_errors=True)
+                continue
+            with contextlib.suppress(FileNotFoundError):  # another cluster that starts now was quicker
+                if path.stat().st_uid == os.geteuid():
+                    shutil.rmtree(path, ignore_errors=True)
 
 
 def _remains() -> Iterator[tuple[str, Path]]:

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import json
 import os
+import queue
+import threading
 import time
 from collections import defaultdict
 from dataclasses import asdict, dataclass, replace
@@ -21,6 +23,7 @@ from megatron_acco.hosts.network import is_loopback
 from megatron_acco.hosts.ranks import Ranks
 
 _PREFIX = "megatron_acco_hosts"
+_MARGIN_SECONDS = 5.0
 
 
 class HostsRefused(ValueError):
@@ -103,7 +106,29 @@ def accept(verdict: Verdict, rank: int) -> None:
 def _open_store(ranks: Ranks, master: str, port: int, timeout: timedelta) -> dist.TCPStore:
     # As torch's env:// does, which opens the same store once more: torchrun keeps it in its agent, else rank 0 does.
     serves = ranks.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    return dist.TCPStore(master, port, is_master=serves, timeout=timeout, wait_for_workers=False, multi_tenant=True)
+    found: queue.SimpleQueue[dist.TCPStore | Exception] = queue.SimpleQueue()
+
+    def connect() -> None:
+        try:
+            found.put(
+                dist.TCPStore(
+                    master, port, is_master=serves, timeout=timeout, wait_for_workers=False, multi_tenant=True
+                )
+            )
+        except Exception as error:
+            found.put(error)
+
+    # TCPStore waits without a limit for the first answer of whatever has taken the connection.
+    threading.Thread(target=connect, daemon=True, name="open the store").start()
+    try:
+        opened = found.get(timeout=timeout.total_seconds() + _MARGIN_SECONDS)
+    except queue.Empty:
+        raise dist.DistStoreError(
+            "what listens there does not answer; if it is another program, choose another --master_port"
+        ) from None
+    if isinstance(opened, Exception):
+        raise opened
+    return opened
 
 
 def _let_others_read(store: dist.Store, others: int) -> None:

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import pytest
 
+import benchmarks.cluster
 from benchmarks.cluster import NAME, Cluster, ClusterError, bits_per_second, why_not
 
 ROOT = Path(__file__).parents[2]
@@ -209,6 +210,16 @@ def test_the_shaped_benchmark_measures_and_predicts(tmp_path: Path) -> None:
 def test_bad_arguments_are_refused(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Cluster(**arguments)
+
+
+def test_remains_that_another_cluster_removes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that start at once find the same remains of a third, whose process number is no one's start time any more."""
+    gone, there = (tmp_path / f"{NAME}-{os.getpid()}-1-{number}" for number in range(2))
+    there.mkdir()
+    remains = [("folder", gone), ("group", gone), ("folder", there)]
+    monkeypatch.setattr(benchmarks.cluster, "_remains", lambda: iter(remains))
+    benchmarks.cluster.remove_remains()
+    assert not there.exists()
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="for those who are not root")

@@ -116,15 +116,16 @@ def test_without_ssh_hosts_with_other_data_are_refused(data: Path, tmp_path: Pat
 @pytest.mark.slow
 def test_doctor_measures_pairs_names_the_slow_one_and_sees_files_that_differ(tmp_path: Path, cluster: Cluster) -> None:
     """Over a hostfile with two ranks on one host (B40: ssh's port from the user's own options for pdsh)."""
-    (tmp_path / "corpus.idx").write_bytes(b"i" * 100_000)
-    (tmp_path / "corpus.bin").write_bytes(b"b" * 100_000)
+    corpus = tmp_path / "it's 100%n; $HOME corpus"  # what pdsh and the shells of the hosts would read again
+    for suffix in (".idx", ".bin"):
+        Path(f"{corpus}{suffix}").write_bytes(suffix.encode() * 25_000)
     own = tmp_path / "own"
     own.mkdir()
     cluster.run(2, ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(own)], check=True)
     hosts = tmp_path / "hosts"
     hosts.write_text("host0 slots=2\nhost1 slots=1\nhost2 slots=1\n")
     cluster.set_rate(2, "50mbit")
-    words = ["doctor", "--hostfile", str(hosts), "--data-path", "0.3", str(tmp_path / "corpus"), "--save", str(own)]
+    words = ["doctor", "--hostfile", str(hosts), "--data-path", "0.3", str(corpus), "--save", str(own)]
     variables = {**NO_INTERFACE, **ENVIRONMENT, "PDSH_SSH_ARGS_APPEND": "-p 2222"}
     code, output = end_of(cluster.start(0, [*CLI, *words, "--megabytes", "1"], variables, **PIPES))
     cluster.set_rate(2, None)
@@ -133,7 +134,7 @@ def test_doctor_measures_pairs_names_the_slow_one_and_sees_files_that_differ(tmp
         r"ok       ssh, the interpreter and megatron_acco: host0, host1, host2",
         r"ok       versions agree: Python 3\.\d+, torch",
         r"ok       host0 \(ranks 0-1\): 10\.77\.0\.1 on eth0",
-        r"ok       \S+corpus\.bin is the same on all hosts",
+        r"ok       \S+/it's 100%n; \$HOME corpus\.bin is the same on all hosts",
         r"WARNING  --save \S+: little room, 0\.0 GiB on host2 free",
         r"WARNING  --save \S+ is another folder on host2",
         r"ok       clocks agree within 0\.0\d\d s",

@@ -9,6 +9,7 @@ import json
 import os
 import socket
 import subprocess
+import time
 from argparse import Namespace
 from dataclasses import replace
 from datetime import timedelta
@@ -26,6 +27,7 @@ from megatron_acco.cli.launch import (
     ssh_port,
     time_limit,
 )
+from megatron_acco.hosts import meeting
 from megatron_acco.hosts.facts import Facts
 from megatron_acco.hosts.files import data_files, leave_token, mark, marks, room
 from megatron_acco.hosts.judge import Verdict, judge
@@ -230,6 +232,18 @@ def test_a_taken_port_is_named_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setenv("MASTER_PORT", str(port))
         with pytest.raises(HostsRefused, match=rf"port {port} is taken.*--master_port"):
             meet(Ranks(0, 2, 0, 1), "cpu", timedelta(seconds=30))
+
+
+def test_a_program_that_takes_the_connection_and_never_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks must not wait for it without a limit: pdsh ends no host for the failure of another."""
+    monkeypatch.setattr(meeting, "_MARGIN_SECONDS", 0.5)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(silent.getsockname()[1]))
+        start = time.monotonic()
+        with pytest.raises(RuntimeError, match=r"rank 1 of 2 .*does not answer; if it is another program"):
+            meet(Ranks(1, 2, 0, 1), "cpu", timedelta(seconds=0.5))
+        assert time.monotonic() - start < 10.0
 
 
 def test_slow_hosts_and_slow_pairs_are_named() -> None:
