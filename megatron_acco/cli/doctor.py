@@ -80,7 +80,7 @@ def _over_hostfile(args: argparse.Namespace) -> int:
         raise ValueError("--include and --exclude leave no host")
     appended = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
     port = str(args.ssh_port) if args.ssh_port else ssh_port(appended)
-    port_options(["--ssh_port", str(port)] if port else [], ssh_port(appended))
+    port_options(args.ssh_port, ssh_port(appended))
     options = [*shlex.split(appended), *(["-p", port] if port else [])]
     with ThreadPoolExecutor(32) as pool:
         faults = list(pool.map(lambda host: _login_fault(host, options), hosts))

@@ -81,9 +81,9 @@ def launch(arguments: Sequence[str], cut_off_seconds: float | None = None) -> in
     appended = os.environ.get("PDSH_SSH_ARGS_APPEND", "")
     alive = keep_alive(time_limit(arguments) if cut_off_seconds is None else cut_off_seconds)
     os.environ["PDSH_SSH_ARGS_APPEND"] = f"{appended} {alive}".strip()
-    options = port_options(arguments, ssh_port(appended))
     sys.stdout.flush()
     try:
+        options = port_options(runner.parse_args(arguments).ssh_port, ssh_port(appended))
         runner.main([*options, *arguments])
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else 1
@@ -93,17 +93,18 @@ def launch(arguments: Sequence[str], cut_off_seconds: float | None = None) -> in
     return 0
 
 
-def port_options(arguments: Sequence[str], appended: str | None) -> list[str]:
-    """Options that tell DeepSpeed's own logins the port of pdsh's. `appended`: the one of PDSH_SSH_ARGS_APPEND."""
-    given = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    given.add_argument("--ssh_port")
-    given.add_argument("rest", nargs=argparse.REMAINDER)
-    port = given.parse_known_args(arguments)[0].ssh_port
-    if port and appended and port != appended:
+def port_options(given: int | None, appended: str | None) -> list[str]:
+    """Options that tell DeepSpeed's own logins the port of pdsh's.
+
+    Args:
+        given: --ssh_port.
+        appended: the port in PDSH_SSH_ARGS_APPEND.
+    """
+    if given and appended and given != int(appended):
         raise ValueError(
-            f"--ssh_port {port}, but PDSH_SSH_ARGS_APPEND says -p {appended}, which pdsh would take; leave one out"
+            f"--ssh_port {given}, but PDSH_SSH_ARGS_APPEND says -p {appended}, which pdsh would take; leave one out"
         )
-    return ["--ssh_port", appended] if appended and not port else []
+    return ["--ssh_port", appended] if appended and not given else []
 
 
 def select(environ: Mapping[str, str], more: tuple[str, ...] = ()) -> tuple[list[str], list[str]]:
