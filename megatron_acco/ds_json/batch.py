@@ -79,9 +79,11 @@ def describe_batch(config: Mapping[str, Any], dp_world_size: int, acco: AccoConf
         waited = " and waited for" if acco.mode is Mode.SYNC else " behind the next update's compute"
         return f"{line}; mode {acco.mode.value}, one exchange per update{waited}"
     first = acco.first_half_micro_batches(steps)
+    kind = f"an estimate in {acco.estimate_bits} bits" if acco.coarse else "an estimate"
     return (
-        f"{line}; mode acco, {STEPS} counts a whole update: an estimate after the first {first} and a commit after "
+        f"{line}; mode acco, {STEPS} counts a whole update: {kind} after the first {first} and a commit after "
         f"the other {steps - first} of each rank's {steps} micro-batches"
+        + (", until measured times say where to split" if acco.auto_fraction else "")
     )
 
 

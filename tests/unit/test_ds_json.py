@@ -465,6 +465,9 @@ def test_batch_meaning_of_accumulation_steps_is_told() -> None:
         section = {"accumulation": "adaptive", "max_micro_batches_per_half": limit}
         assert said in describe_batch(resolved, 3, AccoConfig.from_dict(section))
     assert "waited for" in describe_batch(resolved, 3, AccoConfig.from_dict({"mode": "sync"}))
+    coarse = AccoConfig.from_dict({"estimate_bits": 8, "estimate_fraction": "auto"})
+    assert "an estimate in 8 bits after the first 2" in describe_batch(resolved, 3, coarse)
+    assert "until measured times say" in describe_batch(resolved, 3, coarse)
 
 
 def test_batch_of_one_micro_batch_is_refused_in_mode_acco_only() -> None:
