@@ -1,77 +1,261 @@
-"""Validation loss at theta_t of several methods at equal tokens, on the embedded corpus; same seed, same clipping.
+"""Validation loss at theta_t of several methods over seeds, at equal tokens, on the embedded corpus.
 
-    .venv/bin/python benchmarks/convergence.py --methods zero1 acco --updates 240 --out runs/convergence
+    OMP_NUM_THREADS=1 deepspeed --num_gpus 2 --module benchmarks.convergence --methods zero1 acco acco-8-bit
 
-Runs the quickstart once per method into one folder (a finished run is reused), then prints the validation curves side
-by side, the last loss of each relative to ZeRO-1's, and draws them. Exit code 1 if acco's last loss is further than
-`--tolerance` from ZeRO-1's.
+Every method trains the same megatron-core GPT from the same weights on the same windows of text in the same order (they
+follow from seed, update, rank and micro-batch), with AdamW, the same clipping, warm-up and cosine: what differs is the
+rule. For each of `--gas` (micro-batches per rank and update) and `--lr`, prints the last validation loss of each method
+(mean and range over seeds), and its difference to ZeRO-1's of the same seed.
+
+Finished runs are lines of `OUT/results.jsonl`: a second start goes on where the first one stopped, and adds methods,
+seeds, batch sizes and learning rates. `OUT/convergence.png` has the curves, where matplotlib is installed.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import itertools
 import json
-import subprocess
-import sys
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+import deepspeed
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import megatron_acco
+from benchmarks import turns
+from megatron_acco.corpus import CorpusSettings, load_corpus, prepare_corpus, standard_library
+
+UNEQUAL = 0.8
+METHODS: dict[str, dict[str, Any] | None] = {
+    "zero1": None,
+    "dpu": {"mode": "dpu"},
+    "wp": {"mode": "wp"},
+    "acco": {},
+    "acco-unequal": {"estimate_fraction": UNEQUAL},
+    **{f"acco-{bits}-bit": {"estimate_bits": bits} for bits in (8, 4)},
+    **{f"acco-{bits}-bit-unequal": {"estimate_bits": bits, "estimate_fraction": UNEQUAL} for bits in (8, 4)},
+    "acco-4-bit-stochastic": {"estimate_bits": 4, "estimate_stochastic_rounding": True},
+}
 BASELINE = "zero1"
+RESULTS = "results.jsonl"
 
 
-def main() -> int:
-    """Run, print, draw."""
+@dataclass(frozen=True)
+class Run:
+    """What decides a trajectory."""
+
+    method: str
+    seed: int
+    gas: int
+    lr: float
+    updates: int
+    ranks: int
+    lr_warmup: int
+    sync_updates: int
+    clip: float
+    micro_batch_size: int
+    seq_length: int
+    hidden_size: int
+    num_layers: int
+    bf16: bool
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Command line; the launcher adds --local_rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--methods", nargs="+", default=["zero1", "acco"], choices=["zero1", "acco", "dpu", "wp"])
-    parser.add_argument("--updates", type=int, default=240)
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "convergence")
-    parser.add_argument("--tolerance", type=float, default=0.002, help="relative difference allowed to acco")
-    args = parser.parse_args()
-    out = args.out.resolve()
-    for method in args.methods:
-        command = ["bash", str(ROOT / "quickstart.sh"), "--method", method, "--updates", str(args.updates)]
-        subprocess.run([*command, "--out", str(out)], check=True)
-    curves = {method: validation_curve(out / method / "metrics.jsonl") for method in args.methods}
-    print_curves(curves)
-    draw(out, args.methods)
-    return check(curves, args.tolerance)
+    parser.add_argument("--methods", nargs="+", choices=METHODS, default=["zero1", "acco", "dpu", "wp"])
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
+    parser.add_argument("--gas", nargs="+", type=int, default=[4], help="micro-batches per rank and update")
+    parser.add_argument("--lr", nargs="+", type=float, default=[1e-3], help="peak learning rate")
+    parser.add_argument("--updates", type=int, default=200)
+    parser.add_argument("--lr-warmup", type=int, default=20, help="updates")
+    parser.add_argument("--sync-updates", type=int, default=40, help='"warmup_updates" of every overlapped method')
+    parser.add_argument("--clip", type=float, default=1.0, help="0 switches clipping off")
+    parser.add_argument("--every", type=int, default=50, help="updates between validations")
+    turns.add_model_arguments(parser, seq_length=128, hidden_size=128, num_layers=2)
+    parser.add_argument("--out", type=Path, default=Path("runs/convergence"))
+    parser.add_argument("--local_rank", type=int, default=-1)
+    return parser.parse_args()
 
 
-def validation_curve(path: Path) -> dict[int, float]:
-    """Validation loss by number of updates."""
-    records = [json.loads(line) for line in path.read_text().splitlines()]
-    return {r["iteration"]: r["lm_loss"] for r in records if r["kind"] == "validation"}
+def main() -> None:
+    """Train what is not there yet, report on rank 0."""
+    args = parse_arguments()
+    turns.start()
+    corpus = Text(args)
+    grid = itertools.product(args.gas, args.lr, args.seeds, args.methods)
+    fixed = {name: getattr(args, name) for name in Run.__dataclass_fields__ if hasattr(args, name)}
+    runs = [
+        Run(**{**fixed, "method": method, "seed": seed, "gas": gas, "lr": lr, "ranks": dist.get_world_size()})
+        for gas, lr, seed, method in grid
+    ]
+    path: Path = args.out / RESULTS
+    known = read(path)
+    dist.barrier()
+    for run in runs:
+        if run in known:
+            continue
+        start = time.perf_counter()
+        known[run] = curve = train(run, args, corpus)
+        if dist.get_rank() == 0:
+            print(f"{run.method:24} seed {run.seed} gas {run.gas} lr {run.lr:g}: {curve[-1][1]:.4f}", flush=True)
+            line = {**asdict(run), "curve": curve, "seconds": round(time.perf_counter() - start, 1)}
+            with path.open("a") as file:
+                file.write(json.dumps(line) + "\n")
+    if dist.get_rank() == 0:
+        report(runs, known)
+        draw(runs, known, args.out / "convergence.png")
+    dist.barrier()
+    dist.destroy_process_group()
 
 
-def print_curves(curves: dict[str, dict[int, float]]) -> None:
-    """One line per evaluation, one column per method, with the difference to ZeRO-1 in percent."""
-    methods = list(curves)
-    print("updates  " + "  ".join(f"{method:>18}" for method in methods))
-    for updates in sorted(set.intersection(*(set(curve) for curve in curves.values()))):
-        cells = [_cell(curves[method][updates], curves.get(BASELINE, {}).get(updates)) for method in methods]
-        print(f"{updates:7}  " + "  ".join(cells))
+class Text:
+    """Windows of the embedded corpus."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        from megatron.core.datasets.indexed_dataset import IndexedDataset
+
+        folder = args.out / "corpus"
+        if dist.get_rank() == 0:
+            prepare_corpus(folder, CorpusSettings(str(standard_library()), turns.VOCABULARY), log=lambda line: None)
+        dist.barrier()
+        corpus = load_corpus(folder)
+        assert corpus is not None
+        self._shape = (args.micro_batch_size, args.seq_length + 1)
+        self._tokens: dict[str, Tensor] = {}
+        for split in ("train", "valid"):
+            documents = IndexedDataset(str(corpus.prefix(split)))
+            parts = [torch.from_numpy(documents[index].astype("int64")) for index in range(len(documents))]
+            self._tokens[split] = torch.cat(parts)
+
+    def micro_batch(self, split: str, *key: int) -> Tensor:
+        """Tokens [micro-batch, sequence + 1] that follow from `key`."""
+        number = 0
+        for part in key:
+            number = (number * 1_000_003 + part + 1) % 2**61
+        generator = torch.Generator().manual_seed(number)
+        tokens, (size, length) = self._tokens[split], self._shape
+        starts = torch.randint(len(tokens) - length, (size,), generator=generator)
+        return torch.stack([tokens[start : start + length] for start in starts.tolist()])
 
 
-def _cell(loss: float, base: float | None) -> str:
-    return f"{loss:18.4f}" if base is None else f"{loss:9.4f} {100 * (loss / base - 1):+7.3f}%"
+def train(run: Run, args: argparse.Namespace, text: Text) -> list[tuple[int, float]]:
+    """(updates, validation loss at theta_t) during one training."""
+    acco = METHODS[run.method]
+    if acco is not None:
+        acco = {"mode": "acco", "warmup_updates": run.sync_updates, **acco}
+    config = {
+        "train_micro_batch_size_per_gpu": run.micro_batch_size,
+        "gradient_accumulation_steps": run.gas,
+        "gradient_clipping": run.clip,
+        "optimizer": {"type": "AdamW", "params": {"lr": run.lr, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "zero_optimization": {"stage": 1},
+        "bf16": {"enabled": run.bf16},
+        **({"acco": acco} if acco is not None else {}),
+    }
+    model = turns.new_model(args, seed=run.seed)
+
+    def schedule(optimizer: torch.optim.Optimizer) -> torch.optim.lr_scheduler.LRScheduler:
+        return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: factor(n, run.lr_warmup, run.updates))
+
+    engine, *_ = megatron_acco.initialize(
+        model=model, model_parameters=list(model.parameters()), config=config, lr_scheduler=schedule
+    )
+    rank, curve = dist.get_rank(), []
+    for update in range(run.updates):
+        for micro in range(run.gas):
+            tokens = text.micro_batch("train", run.seed, update, rank, micro)
+            turns.train_micro_batch(engine, turns.split(tokens))
+        if (update + 1) % args.every == 0 or update + 1 == run.updates:
+            curve.append((update + 1, validate(engine, text)))
+    engine.destroy()
+    return curve
 
 
-def draw(out: Path, methods: list[str]) -> None:
-    """All curves in one picture."""
-    runs = [f"{method}={out / method / 'metrics.jsonl'}" for method in methods]
-    command = [str(ROOT / ".venv" / "bin" / "megatron-acco"), "plot", *runs, "--out", str(out / "convergence.png")]
-    subprocess.run(command, check=True)
+def factor(update: int, warmup: int, updates: int) -> float:
+    """Linear warm-up, then a cosine to a tenth."""
+    if update < warmup:
+        return (update + 1) / warmup
+    return 0.55 + 0.45 * math.cos(math.pi * (update - warmup) / max(1, updates - warmup))
 
 
-def check(curves: dict[str, dict[int, float]], tolerance: float) -> int:
-    """Whether acco ends where ZeRO-1 ends."""
-    if BASELINE not in curves or "acco" not in curves:
-        return 0
-    last = max(set(curves[BASELINE]) & set(curves["acco"]))
-    difference = curves["acco"][last] / curves[BASELINE][last] - 1
-    print(f"acco against {BASELINE} after {last} updates: {100 * difference:+.3f} % (allowed {100 * tolerance:.1f} %)")
-    return int(abs(difference) > tolerance)
+@torch.no_grad()
+def validate(engine: Any, text: Text, batches: int = 16) -> float:
+    """Mean loss on held-out text at theta_t, the same windows always, shared by the ranks."""
+    mine = range(dist.get_rank(), batches * dist.get_world_size(), dist.get_world_size())
+    with megatron_acco.real_parameters(engine):
+        engine.eval()
+        total = torch.zeros(1, dtype=torch.float64)
+        for index in mine:
+            tokens, positions, labels = turns.split(text.micro_batch("valid", index))
+            total += engine(tokens, positions, None, labels=labels).double().mean().cpu()
+        engine.train()
+    dist.all_reduce(total)
+    return float(total) / (batches * dist.get_world_size())
+
+
+def read(path: Path) -> dict[Run, list[tuple[int, float]]]:
+    """Finished runs."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    known = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        record = json.loads(line)
+        run = Run(**{name: record[name] for name in Run.__dataclass_fields__})
+        known[run] = [(int(update), float(loss)) for update, loss in record["curve"]]
+    return known
+
+
+def report(runs: Sequence[Run], known: dict[Run, list[tuple[int, float]]]) -> None:
+    """A table for each batch size and learning rate."""
+    print(f"\ntorch {torch.__version__}, deepspeed {deepspeed.__version__}; validation loss at theta_t")
+    for (gas, lr), group in itertools.groupby(runs, key=lambda run: (run.gas, run.lr)):
+        cell = list(group)
+        first = cell[0]
+        tokens = first.updates * gas * first.ranks * first.micro_batch_size * first.seq_length
+        size = f"{first.micro_batch_size} x {first.seq_length}"
+        print(f"\n{first.ranks} ranks x {gas} micro-batches of {size}, lr {lr:g},")
+        print(f"{first.updates} updates ({first.sync_updates} sync), {tokens / 1e6:.2f} M tokens, clip {first.clip:g}")
+        print(f"{'method':24}{'mean':>9}{'min':>9}{'max':>9}{'to zero1':>11}{'min':>9}{'max':>9}")
+        of = {(run.method, run.seed): known[run][-1][1] for run in cell}
+        for method in dict.fromkeys(run.method for run in cell):
+            losses = [loss for (name, _), loss in of.items() if name == method]
+            line = f"{method:24}{statistics.mean(losses):9.4f}{min(losses):9.4f}{max(losses):9.4f}"
+            base = [of.get((BASELINE, seed)) for name, seed in of if name == method]
+            if None not in base:
+                off = [100 * (loss / other - 1) for loss, other in zip(losses, base, strict=True)]
+                line += f"{statistics.mean(off):+10.3f}%{min(off):+8.3f}%{max(off):+8.3f}%"
+            print(line)
+
+
+def draw(runs: Sequence[Run], known: dict[Run, list[tuple[int, float]]], path: Path) -> None:
+    """The mean curves, one picture for each batch size and learning rate side by side."""
+    if importlib.util.find_spec("matplotlib") is None:
+        return
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    cells = {key: list(group) for key, group in itertools.groupby(runs, key=lambda run: (run.gas, run.lr))}
+    figure = Figure(figsize=(5.5 * len(cells), 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, ((gas, lr), cell) in zip(figure.subplots(1, len(cells), squeeze=False)[0], cells.items(), strict=True):
+        for method in dict.fromkeys(run.method for run in cell):
+            curves = [known[run] for run in cell if run.method == method]
+            updates = [update for update, _ in curves[0]]
+            means = [statistics.mean(curve[i][1] for curve in curves) for i in range(len(updates))]
+            axes.plot(updates, means, label=method, marker=".")
+        axes.set(title=f"gas {gas}, lr {lr:g}", xlabel="updates", ylabel="validation loss at theta_t")
+        axes.legend(fontsize=7)
+    figure.savefig(path, dpi=120)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -42,9 +42,9 @@ def start() -> None:
     parallel_state.initialize_model_parallel()
 
 
-def new_model(args: argparse.Namespace) -> torch.nn.Module:
+def new_model(args: argparse.Namespace, seed: int = 1234) -> torch.nn.Module:
     """A GPT model, the same at every call and on every rank."""
-    torch.manual_seed(1234)
+    torch.manual_seed(seed)
     options = ModelOptions(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
@@ -87,11 +87,15 @@ def micro_batches(args: argparse.Namespace, seed: int) -> Iterator[tuple[torch.T
     """Endless (tokens, positions, labels) of this rank, each [micro-batch, sequence]."""
     generator = torch.Generator().manual_seed(seed * 1000 + dist.get_rank())
     shape = (args.micro_batch_size, args.seq_length + 1)
-    device = get_accelerator().current_device_name()
-    positions = torch.arange(args.seq_length, device=device).expand(args.micro_batch_size, -1)
     while True:
-        tokens = torch.randint(VOCABULARY, shape, generator=generator).to(device)
-        yield tokens[:, :-1], positions, tokens[:, 1:]
+        yield split(torch.randint(VOCABULARY, shape, generator=generator))
+
+
+def split(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """(tokens, positions, labels) [micro-batch, sequence] on the device, from tokens [micro-batch, sequence + 1]."""
+    tokens = tokens.to(get_accelerator().current_device_name())
+    positions = torch.arange(tokens.shape[1] - 1, device=tokens.device).expand(tokens.shape[0], -1)
+    return tokens[:, :-1], positions, tokens[:, 1:]
 
 
 def train_micro_batch(engine: Any, batch: tuple[torch.Tensor, torch.Tensor, torch.Tensor]) -> None:
