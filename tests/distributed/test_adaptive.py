@@ -33,6 +33,8 @@ from tests.distributed.training import (
     record_rounds,
 )
 
+pytestmark = pytest.mark.alone
+
 TOLERANCE = 5e-6
 ADAPTIVE = {"accumulation": "adaptive"}
 

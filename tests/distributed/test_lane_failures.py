@@ -12,6 +12,8 @@ import torch
 from tests.distributed.harness import RankFailure, RankPool
 from tests.distributed.training import Run, batch, one_update, running, train
 
+pytestmark = pytest.mark.alone
+
 
 class BrokenCableError(RuntimeError):
     """What the tests raise in the lane."""

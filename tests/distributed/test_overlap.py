@@ -5,10 +5,13 @@ from __future__ import annotations
 import time
 from typing import Any
 
+import pytest
 import torch
 
 from tests.distributed.test_adaptive import slow_exchange
 from tests.distributed.training import Net, batch, client_optimizer, drain, engine_for, json_config, parameter_groups
+
+pytestmark = pytest.mark.alone
 
 MICRO_BATCH, EXCHANGE, UPDATES = 0.06, 0.04, 10
 """Seconds of compute of a micro-batch, of which a half has two, and by which each group of an exchange takes longer."""

@@ -21,6 +21,8 @@ from tests.integration.test_pretrain import (
     write_json,
 )
 
+pytestmark = pytest.mark.alone
+
 
 def saved_state(folder: Path, iteration: int) -> dict:
     path = folder / f"global_step{iteration}" / "mp_rank_00_model_states.pt"

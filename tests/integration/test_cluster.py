@@ -22,6 +22,8 @@ import pytest
 import benchmarks.cluster
 from benchmarks.cluster import NAME, Cluster, ClusterError, bits_per_second, why_not
 
+pytestmark = pytest.mark.alone
+
 ROOT = Path(__file__).parents[2]
 REASON = why_not()
 TIME_LIMIT = 240.0

@@ -18,6 +18,8 @@ from tests.integration.test_pretrain import (
     write_json,
 )
 
+pytestmark = pytest.mark.alone
+
 LIMIT_SECONDS = 9.0
 GRACE_SECONDS = 30.0
 

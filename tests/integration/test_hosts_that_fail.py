@@ -21,6 +21,8 @@ from tests.integration.test_pretrain import (
     write_json,
 )
 
+pytestmark = pytest.mark.alone
+
 CUT_SECONDS = 2.0  # shown as well: 5 seconds and a limit of 12 (docs/RELIABILITY.md)
 LIMIT_SECONDS = 6.0
 GRACE_SECONDS = 30.0

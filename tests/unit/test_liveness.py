@@ -14,6 +14,8 @@ import torch.distributed as dist
 from megatron_acco.training import liveness
 from megatron_acco.training.liveness import Liveness
 
+pytestmark = pytest.mark.alone
+
 
 def store(port: int, is_master: bool) -> dist.TCPStore:
     return dist.TCPStore("127.0.0.1", port, is_master=is_master, timeout=timedelta(seconds=10), wait_for_workers=False)
