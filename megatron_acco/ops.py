@@ -7,6 +7,7 @@ without a word and without a limit.
 from __future__ import annotations
 
 import fcntl
+import functools
 import os
 import shutil
 import sys
@@ -30,6 +31,7 @@ def prepare_cpu_ops(builders: Sequence[str]) -> None:
     if accelerator.device_name() != "cpu":
         return
     _use_own_ninja()
+    ask_cpu_info_once()
     for name in builders:
         builder = accelerator.create_op_builder(name)
         if builder is None or not __compatible_ops__.get(builder.NAME, False):
@@ -39,6 +41,14 @@ def prepare_cpu_ops(builders: Sequence[str]) -> None:
             fcntl.flock(handle, fcntl.LOCK_EX)
             wait_for_marker(folder / "lock", STALE_SECONDS)
             builder.load(verbose=False)
+
+
+def ask_cpu_info_once() -> None:
+    """Keep what py-cpuinfo says: DeepSpeed asks twice for each op, and every answer starts an interpreter."""
+    import cpuinfo  # comes with deepspeed
+
+    if not hasattr(cpuinfo.get_cpu_info, "cache_info"):
+        cpuinfo.get_cpu_info = functools.cache(cpuinfo.get_cpu_info)
 
 
 def _use_own_ninja() -> None:

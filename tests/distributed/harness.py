@@ -26,6 +26,7 @@ START_SECONDS = 300.0
 _context = multiprocessing.get_context("forkserver")
 # The server imports these once; each rank is a fork of it, made before any thread or process group exists.
 _PRELOAD = ["torch", "torch._dynamo", "torch._inductor", "deepspeed", "deepspeed.module_inject.auto_ep_layer"]
+_PRELOAD += ["tests.distributed.preload"]
 _context.set_forkserver_preload(_PRELOAD)
 
 
