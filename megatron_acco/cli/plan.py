@@ -78,6 +78,8 @@ def predict(case: Case) -> list[Row]:
     rows = []
     for method, steps, seconds, ours in times:
         state = model_state_bytes(case.parameters, case.ranks, case.weight_bytes, case.sum_bytes, ours)
+        if "8-bit" in method:
+            state += 2 * case.parameters * quantized_share(8, 1)  # codes to send, codes received
         rows.append(Row(method, steps, seconds, seconds - costs.compute_only(steps), state))
     return rows
 
