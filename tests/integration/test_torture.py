@@ -8,8 +8,6 @@ import pytest
 
 from benchmarks.torture import torture
 
-pytestmark = pytest.mark.alone
-
 
 @pytest.mark.slow
 def test_a_run_that_is_killed_ends_as_one_that_was_left_alone(tmp_path: Path) -> None:
