@@ -152,9 +152,8 @@ class Cluster:
         self._groups: list[Path | None] = []
         self._jobs: list[subprocess.Popen[Any]] = []
         remove_remains()
-        self._name = f"{NAME}-{os.getpid()}-{_start_time(os.getpid())}-{next(_counter)}"
-        self.folder = Path(tempfile.gettempdir()) / self._name
-        self.folder.mkdir(mode=0o700)
+        self.folder = make_folder()
+        self._name = self.folder.name
         try:
             self._build()
         except BaseException:
@@ -578,6 +577,14 @@ def bits_per_second(rate: str | None) -> float | None:
     if not match or not float(match[1]) > 0:
         raise ValueError(f'a rate is a number with kbit, mbit or gbit, such as "300mbit", got {rate!r}')
     return float(match[1]) * _UNITS[match[2]]
+
+
+def make_folder() -> Path:
+    """A new temporary folder, which `remove_remains` removes if this process does not live to do so."""
+    name = f"{NAME}-{os.getpid()}-{_start_time(os.getpid())}-{next(_counter)}"
+    folder = Path(tempfile.gettempdir()) / name
+    folder.mkdir(mode=0o700)
+    return folder
 
 
 def remove_remains() -> None:

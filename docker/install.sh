@@ -30,6 +30,5 @@ from deepspeed.accelerator import get_accelerator
 get_accelerator().create_op_builder("ShareMemCommBuilder").load(verbose=False)' >op.log 2>&1 &
 op=$!
 install -r requirements.txt
-python -c 'import deepspeed, megatron.core.models.gpt' 2>/dev/null
 wait $op || { cat op.log; exit 1; }
 chown -R acco: "$TORCH_EXTENSIONS_DIR"
