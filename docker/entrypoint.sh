@@ -67,7 +67,7 @@ case ${1:-} in
         shift
         [ $# -gt 0 ] || die "with-sshd needs a command"
         prepare_ssh
-        "${sshd[@]}" -E "$state/log" &
+        "${sshd[@]}" -E "$state/log" >/dev/null 2>&1 &
         for _ in {1..100}; do
             ! bash "$(dirname "${BASH_SOURCE[0]}")/healthcheck.sh" 2>/dev/null || exec "$@"
             sleep 0.1

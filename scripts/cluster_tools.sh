@@ -5,7 +5,7 @@ ensure_cluster_tools() {
     local tool policy=/usr/sbin/policy-rc.d made_policy=
     local -a packages=()
     [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null || return 0
-    for tool in ip:iproute2 tc:iproute2 sshd:openssh-server ssh:openssh-client pdsh:pdsh nsenter:util-linux; do
+    for tool in ip:iproute2 tc:iproute2 sshd:openssh-server ssh:openssh-client pdsh:pdsh nsenter:util-linux buildah:buildah mmdebstrap:mmdebstrap; do
         PATH=$PATH:/usr/sbin:/sbin command -v "${tool%%:*}" >/dev/null || packages+=("${tool#*:}")
     done
     [ ${#packages[@]} -gt 0 ] || return 0
