@@ -1,12 +1,12 @@
 """The image of docker/, really built and run without a container engine.
 
-`Image` builds it with buildah, on a base that mmdebstrap makes from this machine's own distribution. `Container` runs it on
-a host of the cluster in a box: a file system of its own above the image's, its own /proc, /sys and /dev/shm, and only the
-image's variables, user and working directory; network, names and processes are those of the host. What Docker would refuse
-(system calls, devices) is not refused here.
+`Image` builds it with buildah, on a base that mmdebstrap makes from this machine's own distribution. `Container` runs
+it on a host of the cluster in a box: a file system of its own above the image's, its own /proc, /sys and /dev/shm, and
+only the image's variables, user and working directory; network, names and processes are those of the host. What Docker
+would refuse (system calls, devices) is not refused here.
 
-Everything is mounted in namespaces that end with their processes, and kept in one temporary folder, which the next cluster
-removes if this process could not.
+Everything is mounted in namespaces that end with their processes, and kept in one temporary folder, which the next
+cluster removes if this process could not.
 """
 
 from __future__ import annotations
@@ -89,8 +89,18 @@ class Image:
         return f"{tool} mount $({tool} from --pull-never image)"
 
     def _alone(self, command: Sequence[str]) -> str:
-        """Run with mounts and processes of its own, all of which end with this process at the latest. Returns output."""
-        alone = ["setpriv", "--pdeathsig", "KILL", "unshare", "--mount", "--pid", "--mount-proc", "--kill-child", "--fork"]
+        """Run with mounts and processes of its own, which end with this process at the latest. Returns output."""
+        alone = [
+            "setpriv",
+            "--pdeathsig",
+            "KILL",
+            "unshare",
+            "--mount",
+            "--pid",
+            "--mount-proc",
+            "--kill-child",
+            "--fork",
+        ]
         result = subprocess.run(
             [*alone, *command],
             cwd=ROOT,
@@ -101,7 +111,9 @@ class Image:
             timeout=BUILD_SECONDS,
         )
         if result.returncode != 0:
-            raise subprocess.CalledProcessError(result.returncode, command, result.stdout[-6000:] + result.stderr[-6000:])
+            raise subprocess.CalledProcessError(
+                result.returncode, command, result.stdout[-6000:] + result.stderr[-6000:]
+            )
         return result.stdout
 
     def _make_base(self) -> None:
@@ -122,7 +134,17 @@ class Image:
         return self._alone(
             [
                 *self._tool,
-                *("bud", "--isolation", "chroot", "--format", "docker", "--tag", "image", "--file", "docker/Dockerfile"),
+                *(
+                    "bud",
+                    "--isolation",
+                    "chroot",
+                    "--format",
+                    "docker",
+                    "--tag",
+                    "image",
+                    "--file",
+                    "docker/Dockerfile",
+                ),
                 *("--build-arg", "BASE=localhost/base", "--build-arg", f"EXTRAS={extras}"),
                 *("--secret", f"id=pip.conf,src={self.folder}/pip.conf"),
                 *(word for outside, inside in volumes.items() for word in ("--volume", f"{outside}:{inside}:ro")),

@@ -1,7 +1,7 @@
 """The image of docker/: what its files promise, and a training on two hosts inside it.
 
-Covers CASES B47 (names, ssh on another port, small shared memory). compose.yaml cannot be started without an engine; its
-services' own commands run here under the image's entry point, each on a host of the cluster in a box.
+Covers CASES B47 (names, ssh on another port). compose.yaml cannot be started without an engine; its services' own
+commands run here under the image's entry point, each on a host of the cluster in a box.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def test_the_services_of_compose_train_on_two_hosts(image: Image, tmp_path: Path
         assert prepare.returncode == 0, output
         second = nodes[1].start(services["node2"]["command"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
         deadline = time.monotonic() + 30
-        while not nodes[1].run(["test", "-e", "/home/acco/.sshd/port"]).returncode == 0 or not nodes[1].healthy():
+        while nodes[1].run(["test", "-e", "/home/acco/.sshd/port"]).returncode != 0 or not nodes[1].healthy():
             assert second.poll() is None and time.monotonic() < deadline
             time.sleep(0.1)
         first = nodes[0].start(shlex.split(services["node1"]["command"]), **PIPES)
