@@ -75,6 +75,8 @@ def test_the_services_of_compose_train_on_two_hosts(image: Image, tmp_path: Path
             nodes.append(Container(image, cluster, host, volumes, memory, service["environment"], names))
         assert nodes[0].run(["sh", "-c", "ls /etc/ssh/ssh_host_* /var/cache/apt/archives/*.deb"]).stdout == ""
         made = nodes[0].run(["sh", "-c", "stat -c %y $TORCH_EXTENSIONS_DIR/*/*.so"]).stdout
+        small = Container(image, cluster, 1).start(["true"], **PIPES)  # Docker's own 64 MiB of /dev/shm
+        assert "warning: /dev/shm has 64 MiB free" in small.communicate(timeout=30)[0]
         prepare = nodes[0].start(services["prepare"]["command"], **PIPES)
         output, _ = prepare.communicate(timeout=120)
         assert prepare.returncode == 0, output
