@@ -41,7 +41,6 @@ prepare_ssh() {
     [ -e "$HOME/.ssh/config" ] || printf '%s\n' 'Host *' "    Port $port" '    StrictHostKeyChecking accept-new' \
         '    LogLevel ERROR' >"$HOME/.ssh/config"
     write_environment
-    echo "$port" >"$state/port"
 }
 
 # What the container was started with reaches the ranks that a login starts.
@@ -57,10 +56,15 @@ write_environment() {
 
 sshd=(/usr/sbin/sshd -D -f "$(dirname "${BASH_SOURCE[0]}")/sshd_config" -p "$port" -h "$state/host_key" -o PidFile=none)
 
+# For the health check: that the set-up is done, and the port of an sshd. What an earlier start left says nothing.
+say_ready() { mkdir -p -m 700 "$state" && echo "$1" >"$state/ready"; }
+
+rm -f "$state/ready"
 warn_of_little_shared_memory
 case ${1:-} in
     sshd)
         prepare_ssh
+        say_ready "$port"
         exec "${sshd[@]}" -e
         ;;
     with-sshd)
@@ -68,6 +72,7 @@ case ${1:-} in
         [ $# -gt 0 ] || die "with-sshd needs a command"
         prepare_ssh
         "${sshd[@]}" -E "$state/log" >/dev/null 2>&1 &
+        say_ready "$port"
         for _ in {1..100}; do
             ! bash "$(dirname "${BASH_SOURCE[0]}")/healthcheck.sh" 2>/dev/null || exec "$@"
             sleep 0.1
@@ -75,6 +80,7 @@ case ${1:-} in
         die "sshd does not answer on port $port: $(tail -n 3 "$state/log")"
         ;;
     *)
+        say_ready "" || say "warning: the health check will fail: cannot write $state"
         exec "$@"
         ;;
 esac

@@ -30,5 +30,7 @@ from deepspeed.accelerator import get_accelerator
 get_accelerator().create_op_builder("ShareMemCommBuilder").load(verbose=False)' >op.log 2>&1 &
 op=$!
 install -r requirements.txt
+# Compiles what every start imports: the image's user may not keep that.
+python -W ignore -c 'import deepspeed.launcher.launch, deepspeed.launcher.runner, megatron.core.models.gpt'
 wait $op || { cat op.log; exit 1; }
 chown -R acco: "$TORCH_EXTENSIONS_DIR"

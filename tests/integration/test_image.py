@@ -1,17 +1,21 @@
-"""The image of docker/: what its files promise, and a training on two hosts inside it.
+"""The image of docker/: what its files promise, and trainings on several hosts inside it.
 
-Covers CASES B47 (names, ssh on another port). compose.yaml cannot be started without an engine; its services' own
-commands run here under the image's entry point, each on a host of the cluster in a box.
+Covers CASES B47 (names, ssh on another port, little shared memory, --no_ssh). compose.yaml cannot be started without an
+engine; its services' own commands run here under the image's entry point, each on a host of the cluster in a box.
 """
 
 from __future__ import annotations
 
+import contextlib
+import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import time
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +25,20 @@ import yaml
 from benchmarks.cluster import Cluster
 from tests.integration import containers
 from tests.integration.containers import Container, Image
+from tests.integration.test_pretrain import reproducible
 
 ROOT = Path(__file__).parents[2]
 DOCKER = ROOT / "docker"
 REASON = containers.why_not()
 PIPES: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
 USER = 1000
+TIME_LIMIT = 300.0
+MODEL = (
+    "--num-layers 2 --hidden-size 32 --num-attention-heads 4 --seq-length 32 --max-position-embeddings 32 "
+    "--micro-batch-size 2 --global-batch-size 12 --train-iters 4 --lr 3e-3 --lr-warmup-iters 0 --log-interval 1 "
+    "--train-data-path /data/corpus/train --valid-data-path /data/corpus/valid --eval-interval 2 --eval-iters 2 "
+    "--tokenizer-type SentencePieceTokenizer --tokenizer-model /data/corpus/tokenizer.model --num-workers 0"
+)
 
 needs_image = pytest.mark.skipif(REASON is not None, reason=f"no image on this machine: {REASON}")
 
@@ -51,43 +63,153 @@ def test_compose_names_two_nodes_and_the_hostfile_that_they_use() -> None:
     assert "node1 slots=1\\nnode2 slots=1" in services["prepare"]["command"][-1]
 
 
+@dataclass
+class Nodes:
+    """Containers node1 ..., each on a host of its own, after the compose file's `prepare` has run."""
+
+    cluster: Cluster
+    containers: list[Container]
+    data: Path  # /data in all of them
+
+    def ready(self, node: int, process: subprocess.Popen[Any]) -> None:
+        deadline = time.monotonic() + 60
+        while not self.containers[node].healthy():
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.2)
+
+
 @pytest.fixture(scope="module")
 def image() -> Iterator[Image]:
     with Image() as made:
         yield made
 
 
-@pytest.mark.slow
-@needs_image
-def test_the_services_of_compose_train_on_two_hosts(image: Image, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def nodes(image: Image, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nodes]:
     services = compose()["services"]
-    folders = {"keys": tmp_path / "keys", "data": tmp_path / "data"}
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("keys", "data")}
     for folder in folders.values():
-        folder.mkdir()
         os.chown(folder, USER, USER)
-    with Cluster(hosts=2, ssh=False) as cluster:
+    with Cluster(hosts=3, ssh=False) as cluster:
         names = {f"node{host + 1}": address for host, address in enumerate(cluster.addresses)}
-        nodes = []
-        for host in range(2):
-            service = services[f"node{host + 1}"]
+        containers = []
+        for host in range(len(cluster)):
+            service = services["node1" if host == 0 else "node2"]
             volumes = {folders[name]: inside for name, inside in (v.split(":") for v in service["volumes"])}
             memory = service["shm_size"].removesuffix("b")
-            nodes.append(Container(image, cluster, host, volumes, memory, service["environment"], names))
-        assert nodes[0].run(["sh", "-c", "ls /etc/ssh/ssh_host_* /var/cache/apt/archives/*.deb"]).stdout == ""
-        made = nodes[0].run(["sh", "-c", "stat -c %y $TORCH_EXTENSIONS_DIR/*/*.so"]).stdout
-        small = Container(image, cluster, 1).start(["true"], **PIPES)  # Docker's own 64 MiB of /dev/shm
-        assert "warning: /dev/shm has 64 MiB free" in small.communicate(timeout=30)[0]
-        prepare = nodes[0].start(services["prepare"]["command"], **PIPES)
-        output, _ = prepare.communicate(timeout=120)
-        assert prepare.returncode == 0, output
-        second = nodes[1].start(services["node2"]["command"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        deadline = time.monotonic() + 30
-        while nodes[1].run(["test", "-e", "/home/acco/.sshd/port"]).returncode != 0 or not nodes[1].healthy():
-            assert second.poll() is None and time.monotonic() < deadline
-            time.sleep(0.1)
-        first = nodes[0].start(shlex.split(services["node1"]["command"]), **PIPES)
-        output, _ = first.communicate(timeout=240)
-        assert first.returncode == 0, output[-4000:]
-        assert re.search(rf"\(rank 1\): {cluster.addresses[1]} on eth0", output), output[-4000:]
-        assert (folders["data"] / "run" / "latest").stat().st_uid == USER
-        assert made and nodes[0].run(["sh", "-c", "stat -c %y $TORCH_EXTENSIONS_DIR/*/*.so"]).stdout == made
+            containers.append(Container(image, cluster, host, volumes, memory, service["environment"], names))
+        output, code = end_of(containers[0].start(services["prepare"]["command"], **PIPES))
+        assert code == 0, output
+        yield Nodes(cluster, containers, folders["data"])
+
+
+def end_of(process: subprocess.Popen[Any]) -> tuple[str, int]:
+    """Output and exit code."""
+    return process.communicate(timeout=TIME_LIMIT)[0], process.returncode
+
+
+@pytest.mark.slow
+@needs_image
+def test_the_services_of_compose_train_on_two_hosts(nodes: Nodes) -> None:
+    services = compose()["services"]
+    first, second = nodes.containers[:2]
+    assert first.run(["sh", "-c", "ls /etc/ssh/ssh_host_* /var/cache/apt/archives/*.deb"]).stdout == ""
+    ops = "stat -c %y $TORCH_EXTENSIONS_DIR/*/*.so"
+    made = first.run(["sh", "-c", ops]).stdout
+    assert not second.healthy(), "before its start"
+    server = second.start(services["node2"]["command"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    nodes.ready(1, server)
+    output, code = end_of(first.start(shlex.split(services["node1"]["command"]), **PIPES))
+    assert code == 0, output[-4000:]
+    assert re.search(rf"\(rank 1\): {nodes.cluster.addresses[1]} on eth0", output), output[-4000:]
+    assert "launcher" in output and "pdsh" in output
+    losses = [loss for _, _, loss, *_ in reproducible(nodes.data / "run")]
+    assert losses[0] > losses[-1], losses
+    assert (nodes.data / "run" / "latest").stat().st_uid == USER
+    assert made and first.run(["sh", "-c", ops]).stdout == made, "compiled again"
+    assert first.healthy()
+    server.terminate()
+
+
+@pytest.mark.slow
+@needs_image
+def test_three_hosts_in_the_image_train_as_three_local_ranks_do_bit_for_bit(nodes: Nodes) -> None:
+    """Over ssh, and by the recipe without: every node its own launcher."""
+    settings = json.loads((ROOT / "deepspeed_configs" / "acco.json").read_text())
+    settings["acco"]["warmup_updates"] = 1
+    (nodes.data / "short.json").write_text(json.dumps(settings))
+    (nodes.data / "hosts3").write_text("".join(f"node{host + 1} slots=1\n" for host in range(3)))
+    script = ["pretrain_gpt_acco.py", "--deepspeed_config", "/data/short.json", *MODEL.split(), "--save"]
+    first = nodes.containers[0]
+
+    local = ["deepspeed", "--num_gpus", "3", *script, "/data/local"]
+    output, code = end_of(first.start(local, **PIPES))
+    assert code == 0, output[-4000:]
+    expected = reproducible(nodes.data / "local")
+    assert len(expected) == 4 + 2
+
+    servers = [node.start(["sshd"], stdout=subprocess.DEVNULL) for node in nodes.containers[1:]]
+    for host, server in enumerate(servers, start=1):
+        nodes.ready(host, server)
+    launch = ["with-sshd", "deepspeed", "--hostfile", "/data/hosts3", *script, "/data/ssh"]
+    output, code = end_of(first.start(launch, **PIPES))
+    assert code == 0, output[-4000:]
+    for rank, address in enumerate(nodes.cluster.addresses):
+        assert re.search(rf"\(rank {rank}\): {address} on eth0", output), output[-4000:]
+    assert reproducible(nodes.data / "ssh") == expected
+    for server in servers:
+        server.terminate()
+
+    launch = ["deepspeed", "--hostfile", "/data/hosts3", "--no_ssh", "--master_addr", "node1", "--node_rank"]
+    started = [
+        node.start([*launch, str(rank), *script, "/data/no_ssh"], **PIPES) for rank, node in enumerate(nodes.containers)
+    ]
+    for output, code in map(end_of, started):
+        assert code == 0, output[-4000:]
+    assert reproducible(nodes.data / "no_ssh") == expected
+
+
+@pytest.mark.slow
+@needs_image
+def test_little_shared_memory_is_warned_of_and_a_key_is_asked_for(image: Image, nodes: Nodes) -> None:
+    container = Container(image, nodes.cluster, 2)  # Docker's own 64 MiB of /dev/shm
+    output, code = end_of(container.start(["true"], **PIPES))
+    assert code == 0 and "warning: /dev/shm has 64 MiB free" in output
+    assert container.healthy(), "no sshd was asked for"
+    output, code = end_of(container.start(["sshd"], **PIPES))
+    assert code == 1 and "mount a folder with authorized_keys at /ssh" in output
+    assert not container.healthy(), "the set-up failed"
+
+
+def processes_that_see(name: str) -> list[int]:
+    """Those with a mount that has `name` in its source."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/mountinfo"):
+        with contextlib.suppress(OSError):
+            found += [int(path.parent.name)] if name in path.read_text() else []
+    return found
+
+
+@pytest.mark.slow
+@needs_image
+def test_nothing_runs_or_stays_mounted_after_a_killed_process(image: Image) -> None:
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            cluster = Cluster(hosts=1, ssh=False)
+            container = Container(image, cluster, 0)
+            asleep = container.start(["sh", "-c", "echo; exec sleep 600"], stdout=subprocess.PIPE)
+            assert asleep.stdout is not None and asleep.stdout.readline()
+            os.write(writer, cluster.folder.name.encode())
+            os.kill(os.getpid(), signal.SIGKILL)
+        finally:
+            os._exit(1)
+    os.close(writer)
+    name = os.read(reader, 200).decode()
+    os.close(reader)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL and name
+    deadline = time.monotonic() + 10
+    while users := processes_that_see(name):
+        assert time.monotonic() < deadline, users
+        time.sleep(0.1)
