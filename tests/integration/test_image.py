@@ -116,7 +116,6 @@ def test_the_services_of_compose_train_on_two_hosts(nodes: Nodes) -> None:
     assert first.run(["sh", "-c", "ls /etc/ssh/ssh_host_* /var/cache/apt/archives/*.deb"]).stdout == ""
     ops = "stat -c %y $TORCH_EXTENSIONS_DIR/*/*.so"
     made = first.run(["sh", "-c", ops]).stdout
-    assert not second.healthy(), "before its start"
     server = second.start(services["node2"]["command"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     nodes.ready(1, server)
     output, code = end_of(first.start(shlex.split(services["node1"]["command"]), **PIPES))
@@ -175,6 +174,7 @@ def test_three_hosts_in_the_image_train_as_three_local_ranks_do_bit_for_bit(node
 @needs_image
 def test_little_shared_memory_is_warned_of_and_a_key_is_asked_for(image: Image, nodes: Nodes) -> None:
     container = Container(image, nodes.cluster, 2)  # Docker's own 64 MiB of /dev/shm
+    assert not container.healthy(), "before its start"
     output, code = end_of(container.start(["true"], **PIPES))
     assert code == 0 and "warning: /dev/shm has 64 MiB free" in output
     assert container.healthy(), "no sshd was asked for"
