@@ -13,6 +13,7 @@ import re
 import shlex
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from typing import Any
 import pytest
 import yaml
 
-from benchmarks.cluster import Cluster
+from benchmarks.cluster import Cluster, remove_remains
 from tests.integration import containers
 from tests.integration.containers import Container, Image
 from tests.integration.test_pretrain import reproducible
@@ -216,3 +217,5 @@ def test_nothing_runs_or_stays_mounted_after_a_killed_process(image: Image) -> N
     while users := processes_that_see(name):
         assert time.monotonic() < deadline, users
         time.sleep(0.1)
+    remove_remains()  # as the next cluster does
+    assert not (Path(tempfile.gettempdir()) / name).exists()
