@@ -1,9 +1,8 @@
 """The cost model: time of one update from compute and exchange times (docs/how-it-works.md). Pure arithmetic.
 
 `c`: compute of one micro-batch; `k`: micro-batches per update and rank; `T`: one reduce-scatter plus all-gather, with
-the optimizer's work between them (of an estimate round `estimate`, where it is quantized);
-`R` and `G`: the all-reduce and the all-gather of DeepSpeed's ZeRO-1. All times are
-seconds.
+the optimizer's work between them (of an estimate round `estimate`, where it is quantized); `R` and `G`: the all-reduce
+and the all-gather of DeepSpeed's ZeRO-1. All times are seconds.
 """
 
 from __future__ import annotations

@@ -524,8 +524,8 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         if not loaded:
             self._gather_loaded(None, self.bit16_groups_flat)
         self.update = update
-        extras, self._extras = self._extras, None
         self.adviser.restart(self.acco.mode)
+        extras, self._extras = self._extras, None
         self._shows_real = True
         if extras is not None and extras.get("version") != EXTRAS_VERSION:
             if dist.get_rank() == 0:
@@ -535,14 +535,14 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
                 )
             extras = None
         self._skipped = extras["untold"] if extras is not None else None
-        if extras is not None and self.acco.auto_fraction:
-            self.adviser.restart(self.acco.mode, extras.get("fraction"))
         # Weights shown under another mode's rule mean nothing to this one's.
         if not self.agree(extras is not None and extras["mode"] == self.acco.mode.value):
             if loaded and update > self.acco.warmup_updates and self.acco.mode is not Mode.SYNC:
                 log_dist("compute starts at theta: the checkpoint has no estimate for this mode of ACCO", ranks=[0])
             return
         assert extras is not None
+        if self.acco.auto_fraction:
+            self.adviser.restart(self.acco.mode, extras.get("fraction"))
         shown, pending = extras["shown"], extras["pending"]
         if shown != REAL:
             self._gather_loaded(shown, self.bit16_groups_flat)
