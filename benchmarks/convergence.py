@@ -7,6 +7,10 @@ follow from seed, update, rank and micro-batch), with AdamW, the same clipping, 
 rule. For each of `--gas` (micro-batches per rank and update) and `--lr`, prints the last validation loss of each method
 (mean and range over seeds), and its difference to ZeRO-1's of the same seed.
 
+`--micro-batches` gives every batch size the same tokens; warm-ups may be fractions of the updates then. The last column
+is the share of ZeRO-1's updates after which the mean curve is at ZeRO-1's last loss (straight lines between
+validations): over a method's speed relative to ZeRO-1's it is the time to that loss.
+
 Finished runs are lines of `OUT/results.jsonl`: a second start goes on where the first one stopped, and adds methods,
 seeds, batch sizes and learning rates. `OUT/convergence.png` has the curves, where matplotlib is installed.
 """
@@ -47,6 +51,8 @@ METHODS: dict[str, dict[str, Any] | None] = {
 }
 BASELINE = "zero1"
 RESULTS = "results.jsonl"
+Curve = list[tuple[int, float]]
+"""(updates, validation loss at theta_t)"""
 
 
 @dataclass(frozen=True)
@@ -76,11 +82,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--gas", nargs="+", type=int, default=[4], help="micro-batches per rank and update")
     parser.add_argument("--lr", nargs="+", type=float, default=[1e-3], help="peak learning rate")
-    parser.add_argument("--updates", type=int, default=200)
-    parser.add_argument("--lr-warmup", type=int, default=20, help="updates")
-    parser.add_argument("--sync-updates", type=int, default=40, help='"warmup_updates" of every overlapped method')
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument("--updates", type=int, default=200)
+    length.add_argument("--micro-batches", type=int, help="of each rank, instead of --updates")
+    parser.add_argument("--lr-warmup", type=float, default=20, help="updates, or a fraction of them")
+    parser.add_argument(
+        "--sync-updates", type=float, default=40, help='"warmup_updates" of overlapped methods, as above'
+    )
     parser.add_argument("--clip", type=float, default=1.0, help="0 switches clipping off")
-    parser.add_argument("--every", type=int, default=50, help="updates between validations")
+    parser.add_argument("--validations", type=int, default=8, help="in a run, evenly spread")
     turns.add_model_arguments(parser, seq_length=128, hidden_size=128, num_layers=2)
     parser.add_argument("--out", type=Path, default=Path("runs/convergence"))
     parser.add_argument("--local_rank", type=int, default=-1)
@@ -94,10 +104,19 @@ def main() -> None:
     corpus = Text(args)
     grid = itertools.product(args.gas, args.lr, args.seeds, args.methods)
     fixed = {name: getattr(args, name) for name in Run.__dataclass_fields__ if hasattr(args, name)}
-    runs = [
-        Run(**{**fixed, "method": method, "seed": seed, "gas": gas, "lr": lr, "ranks": dist.get_world_size()})
-        for gas, lr, seed, method in grid
-    ]
+    runs = []
+    for gas, lr, seed, method in grid:
+        updates = args.updates if args.micro_batches is None else args.micro_batches // gas
+        lengths = {name: in_updates(getattr(args, name), updates) for name in ("lr_warmup", "sync_updates")}
+        cell = {
+            "method": method,
+            "seed": seed,
+            "gas": gas,
+            "lr": lr,
+            "updates": updates,
+            "ranks": dist.get_world_size(),
+        }
+        runs.append(Run(**{**fixed, **cell, **lengths}))
     path: Path = args.out / RESULTS
     known = read(path)
     dist.barrier()
@@ -116,6 +135,11 @@ def main() -> None:
         draw(runs, known, args.out / "convergence.png")
     dist.barrier()
     dist.destroy_process_group()
+
+
+def in_updates(length: float, updates: int) -> int:
+    """A number of updates that may be given as a fraction of all."""
+    return round(length * updates) if length < 1 else int(length)
 
 
 class Text:
@@ -148,8 +172,8 @@ class Text:
         return torch.stack([tokens[start : start + length] for start in starts.tolist()])
 
 
-def train(run: Run, args: argparse.Namespace, text: Text) -> list[tuple[int, float]]:
-    """(updates, validation loss at theta_t) during one training."""
+def train(run: Run, args: argparse.Namespace, text: Text) -> Curve:
+    """One training."""
     acco = METHODS[run.method]
     if acco is not None:
         acco = {"mode": "acco", "warmup_updates": run.sync_updates, **acco}
@@ -175,7 +199,7 @@ def train(run: Run, args: argparse.Namespace, text: Text) -> list[tuple[int, flo
         for micro in range(run.gas):
             tokens = text.micro_batch("train", run.seed, update, rank, micro)
             turns.train_micro_batch(engine, turns.split(tokens))
-        if (update + 1) % args.every == 0 or update + 1 == run.updates:
+        if (update + 1) * args.validations // run.updates > update * args.validations // run.updates:
             curve.append((update + 1, validate(engine, text)))
     engine.destroy()
     return curve
@@ -203,7 +227,7 @@ def validate(engine: Any, text: Text, batches: int = 16) -> float:
     return float(total) / (batches * dist.get_world_size())
 
 
-def read(path: Path) -> dict[Run, list[tuple[int, float]]]:
+def read(path: Path) -> dict[Run, Curve]:
     """Finished runs."""
     path.parent.mkdir(parents=True, exist_ok=True)
     known = {}
@@ -214,7 +238,7 @@ def read(path: Path) -> dict[Run, list[tuple[int, float]]]:
     return known
 
 
-def report(runs: Sequence[Run], known: dict[Run, list[tuple[int, float]]]) -> None:
+def report(runs: Sequence[Run], known: dict[Run, Curve]) -> None:
     """A table for each batch size and learning rate."""
     print(f"\ntorch {torch.__version__}, deepspeed {deepspeed.__version__}; validation loss at theta_t")
     for (gas, lr), group in itertools.groupby(runs, key=lambda run: (run.gas, run.lr)):
@@ -224,19 +248,35 @@ def report(runs: Sequence[Run], known: dict[Run, list[tuple[int, float]]]) -> No
         size = f"{first.micro_batch_size} x {first.seq_length}"
         print(f"\n{first.ranks} ranks x {gas} micro-batches of {size}, lr {lr:g},")
         print(f"{first.updates} updates ({first.sync_updates} sync), {tokens / 1e6:.2f} M tokens, clip {first.clip:g}")
-        print(f"{'method':24}{'mean':>9}{'min':>9}{'max':>9}{'to zero1':>11}{'min':>9}{'max':>9}")
+        print(f"{'method':24}{'mean':>9}{'min':>9}{'max':>9}{'to zero1':>11}{'min':>9}{'max':>9}{'share':>8}")
         of = {(run.method, run.seed): known[run][-1][1] for run in cell}
         for method in dict.fromkeys(run.method for run in cell):
             losses = [loss for (name, _), loss in of.items() if name == method]
             line = f"{method:24}{statistics.mean(losses):9.4f}{min(losses):9.4f}{max(losses):9.4f}"
-            base = [of.get((BASELINE, seed)) for name, seed in of if name == method]
-            if None not in base:
+            if any(run.method == BASELINE for run in cell):
+                base = [of[BASELINE, seed] for name, seed in of if name == method]
                 off = [100 * (loss / other - 1) for loss, other in zip(losses, base, strict=True)]
                 line += f"{statistics.mean(off):+10.3f}%{min(off):+8.3f}%{max(off):+8.3f}%"
+                reached = reaches(mean_curve(method, cell, known), mean_curve(BASELINE, cell, known)[-1][1])
+                line += f"{'-':>8}" if reached is None else f"{reached / first.updates:8.3f}"
             print(line)
 
 
-def draw(runs: Sequence[Run], known: dict[Run, list[tuple[int, float]]], path: Path) -> None:
+def mean_curve(method: str, cell: Sequence[Run], known: dict[Run, Curve]) -> Curve:
+    """Over the seeds."""
+    curves = [known[run] for run in cell if run.method == method]
+    return [(points[0][0], statistics.mean(loss for _, loss in points)) for points in zip(*curves, strict=True)]
+
+
+def reaches(curve: Curve, loss: float) -> float | None:
+    """Updates after which `curve` is at `loss` for the first time; None: never."""
+    for (start, before), (end, after) in itertools.pairwise(curve):
+        if after <= loss:
+            return start + (end - start) * (before - loss) / (before - after) if before > loss else start
+    return None
+
+
+def draw(runs: Sequence[Run], known: dict[Run, Curve], path: Path) -> None:
     """The mean curves, one picture for each batch size and learning rate side by side."""
     if importlib.util.find_spec("matplotlib") is None:
         return
@@ -248,10 +288,7 @@ def draw(runs: Sequence[Run], known: dict[Run, list[tuple[int, float]]], path: P
     FigureCanvasAgg(figure)
     for axes, ((gas, lr), cell) in zip(figure.subplots(1, len(cells), squeeze=False)[0], cells.items(), strict=True):
         for method in dict.fromkeys(run.method for run in cell):
-            curves = [known[run] for run in cell if run.method == method]
-            updates = [update for update, _ in curves[0]]
-            means = [statistics.mean(curve[i][1] for curve in curves) for i in range(len(updates))]
-            axes.plot(updates, means, label=method, marker=".")
+            axes.plot(*zip(*mean_curve(method, cell, known), strict=True), label=method, marker=".")
         axes.set(title=f"gas {gas}, lr {lr:g}", xlabel="updates", ylabel="validation loss at theta_t")
         axes.legend(fontsize=7)
     figure.savefig(path, dpi=120)
