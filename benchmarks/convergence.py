@@ -3,8 +3,8 @@
     OMP_NUM_THREADS=1 deepspeed --num_gpus 2 --module benchmarks.convergence --methods zero1 acco acco-8-bit
 
 Every method trains the same megatron-core GPT from the same weights on the same windows of text in the same order (they
-follow from seed, update, rank and micro-batch), with AdamW, the same clipping, warm-up and cosine: what differs is the
-rule. For each of `--gas` (micro-batches per rank and update) and `--lr`, prints the last validation loss of each method
+follow from seed, update, rank and micro-batch), with one optimizer, the same clipping, warm-up and cosine: what differs is
+the rule. For each of `--gas` (micro-batches per rank and update) and `--lr`, prints the last validation loss of each method
 (mean and range over seeds), and its difference to ZeRO-1's of the same seed.
 
 `--micro-batches` gives every batch size the same tokens; warm-ups may be fractions of the updates then. The last column
@@ -73,6 +73,7 @@ class Run:
     hidden_size: int
     num_layers: int
     bf16: bool
+    optimizer: str = "AdamW"
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -82,6 +83,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
     parser.add_argument("--gas", nargs="+", type=int, default=[4], help="micro-batches per rank and update")
     parser.add_argument("--lr", nargs="+", type=float, default=[1e-3], help="peak learning rate")
+    parser.add_argument("--optimizer", choices=["AdamW", "Muon"], default="AdamW", help="Muon's own rate is 10 x --lr")
     length = parser.add_mutually_exclusive_group()
     length.add_argument("--updates", type=int, default=200)
     length.add_argument("--micro-batches", type=int, help="of each rank, instead of --updates")
@@ -177,11 +179,14 @@ def train(run: Run, args: argparse.Namespace, text: Text) -> Curve:
     acco = METHODS[run.method]
     if acco is not None:
         acco = {"mode": "acco", "warmup_updates": run.sync_updates, **acco}
+    params = {"lr": run.lr, "betas": [0.9, 0.95], "weight_decay": 0.1}
+    if run.optimizer == "Muon":
+        params["muon_lr"] = 10 * run.lr
     config = {
         "train_micro_batch_size_per_gpu": run.micro_batch_size,
         "gradient_accumulation_steps": run.gas,
         "gradient_clipping": run.clip,
-        "optimizer": {"type": "AdamW", "params": {"lr": run.lr, "betas": [0.9, 0.95], "weight_decay": 0.1}},
+        "optimizer": {"type": run.optimizer, "params": params},
         "zero_optimization": {"stage": 1},
         "bf16": {"enabled": run.bf16},
         **({"acco": acco} if acco is not None else {}),
@@ -233,14 +238,15 @@ def read(path: Path) -> dict[Run, Curve]:
     known = {}
     for line in path.read_text().splitlines() if path.exists() else ():
         record = json.loads(line)
-        run = Run(**{name: record[name] for name in Run.__dataclass_fields__})
+        run = Run(**{name: record[name] for name in Run.__dataclass_fields__ if name in record})
         known[run] = [(int(update), float(loss)) for update, loss in record["curve"]]
     return known
 
 
 def report(runs: Sequence[Run], known: dict[Run, Curve]) -> None:
     """A table for each batch size and learning rate."""
-    print(f"\ntorch {torch.__version__}, deepspeed {deepspeed.__version__}; validation loss at theta_t")
+    versions = f"torch {torch.__version__}, deepspeed {deepspeed.__version__}"
+    print(f"\n{versions}; {runs[0].optimizer}, validation loss at theta_t")
     for (gas, lr), group in itertools.groupby(runs, key=lambda run: (run.gas, run.lr)):
         cell = list(group)
         first = cell[0]

@@ -14,13 +14,13 @@ import torch
 from megatron_acco.ds_json.check import check_leaf, describe, is_number_in_quotes, nearest
 from megatron_acco.ds_json.schema import Leaf
 
-# DeepSpeed's own names, any case, that ACCO's rounds work with. All act on each element by itself, which the estimate
-# and the flat shards need; so do the torch optimizers below (spelt exactly as in torch.optim).
-ACCO_DEEPSPEED_OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lion")
+# DeepSpeed's own names, any case, that ACCO's rounds work with. All but Muon (megatron_acco/zero/muon.py) act on each
+# element by itself, as the flat shards need; so do the torch optimizers below (spelt exactly as in torch.optim).
+ACCO_DEEPSPEED_OPTIMIZERS = ("Adam", "AdamW", "Adagrad", "Lion", "Muon")
 ACCO_TORCH_OPTIMIZERS = ("SGD", "Adadelta", "Adamax", "ASGD", "NAdam", "RAdam", "RMSprop", "Rprop")
 
 _WHY_NOT = {
-    "muon": "it orthogonalizes whole matrices, and a rank holds a flat shard",
+    "muon": 'it orthogonalizes whole matrices, and a rank holds a flat shard; "type": "Muon" in the JSON works',
     "lamb": "its trust ratio needs the norm of whole layers, and a rank holds a flat shard",
     "onebitadam": "its own compressed communication takes the place of ACCO's rounds",
     "zerooneadam": "its own compressed communication takes the place of ACCO's rounds",
@@ -30,6 +30,11 @@ _WHY_NOT = {
     "lbfgs": "it evaluates the model inside its step",
 }
 _ADAM_NAMES = ("adam", "adamw")
+# What DeepSpeed's engine takes for its two kinds of groups; it leaves out anything else without a word.
+_MUON_PARAMS: dict[str, Any] = {
+    **{"lr": 0.02, "muon_lr": 0.02, "momentum": 0.95, "ns_method": "gram", "weight_decay": 0.0},
+    **{"adam_lr": 3e-4, "betas": (0.9, 0.95), "eps": 1e-10, "adam_w_mode": True, "per_head_muon": False},
+}
 # Taken out of "params" by DeepSpeed before the optimizer is built.
 _ADAM_EXTRAS: dict[str, Any] = {"torch_adam": False, "adam_w_mode": True, "fp32_optimizer_states": None}
 
@@ -121,6 +126,8 @@ def check_acco_optimizer_object(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         ValueError: with the reason and the list of optimizers that work.
     """
+    if is_muon(optimizer):
+        return
     for base in type(optimizer).__mro__:
         name = base.__name__.lower()
         reason = next((why for word, why in _WHY_NOT.items() if word in name), None)
@@ -129,6 +136,11 @@ def check_acco_optimizer_object(optimizer: torch.optim.Optimizer) -> None:
                 f'the optimizer {type(optimizer).__name__} does not work with "acco" ({reason}); use one of '
                 f"{', '.join((*ACCO_DEEPSPEED_OPTIMIZERS, *ACCO_TORCH_OPTIMIZERS))}"
             )
+
+
+def is_muon(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether this is what DeepSpeed builds for "Muon". Without importing it, which compiles its kernels."""
+    return type(optimizer).__module__ == "deepspeed.runtime.zero.muon.muon_optimizer"
 
 
 def check_scheduler(config: Mapping[str, Any], zero_stage: int) -> None:
@@ -202,6 +214,8 @@ def _accepted_params(name: str, params: Mapping[str, Any], config: Mapping[str, 
                 '"optimizer.params.amsgrad": DeepSpeed\'s fused Adam has no AMSGrad; add "torch_adam": true'
             )
         return {**_signature(FusedAdam), **_ADAM_EXTRAS}
+    if name.lower() == "muon":
+        return _MUON_PARAMS
     if name.lower() == "adagrad":
         return _signature(torch.optim.Adagrad)
     if name.lower() == "lion":
@@ -251,7 +265,7 @@ def _check_arguments(
 
 
 def _check_ranges(params: Mapping[str, Any]) -> None:
-    for key in ("lr", "weight_decay", "eps"):
+    for key in ("lr", "weight_decay", "eps", "muon_lr", "adam_lr"):
         value = params.get(key)
         if value is None:
             continue

@@ -103,6 +103,10 @@ class AccoEngine(CheckpointEngine):
         if isinstance(client_optimizer, torch.optim.Optimizer):
             for group in client_optimizer.param_groups:
                 group["params"] = _without_empty(group["params"])
+        for param in self.module.parameters():
+            # DeepSpeed goes by the names of other libraries; megatron-core marks its embeddings and its output layer.
+            if getattr(param, "is_embedding_or_output_parameter", False):
+                param.use_muon = False
         super()._configure_optimizer(client_optimizer, _without_empty(model_parameters))
 
     def _do_optimizer_sanity_check(self, basic_optimizer: Any) -> str | None:

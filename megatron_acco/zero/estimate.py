@@ -30,14 +30,26 @@ def capture_hyper_parameters(optimizer: torch.optim.Optimizer) -> list[Hyper]:
 
 
 class BaseOptimizer:
-    """A torch optimizer whose groups hold one flat fp32 partition each, applied under captured hyper-parameters."""
+    """A torch optimizer whose groups hold one flat fp32 partition each, applied under captured hyper-parameters.
+
+    Attributes:
+        bytes_sent: by this rank in steps and look-aheads so far (of optimizers that communicate).
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.bytes_sent = 0
         self._optimizer = optimizer
         self._twin = _twin(optimizer)
         self._decay_mode = adam_weight_decay_mode(optimizer)
         # Applications that are still watched for what the optimizer remembers in the wrong place.
         self._watched = 4
+
+    def check_state(self) -> None:
+        """Raises: ValueError if loaded state does not belong to these partitions."""
+
+    def share_state(self, owner: torch.optim.Optimizer) -> None:
+        """Keep the state where `owner` keeps it, which loading a checkpoint may have replaced."""
+        self._optimizer.state = owner.state
 
     def step(self, index: int, hyper: Hyper, grad: Tensor) -> None:
         """(theta, S) <- Opt(theta, S, grad) for group `index`; `grad` [partition] fp32 may be overwritten."""

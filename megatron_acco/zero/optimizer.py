@@ -16,6 +16,7 @@ from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 from torch import Tensor
 
 from megatron_acco.config import AccoConfig, Mode
+from megatron_acco.ds_json.optimizers import is_muon
 from megatron_acco.zero.access import link_parameters, unlink_parameters
 from megatron_acco.zero.advice import Adviser
 from megatron_acco.zero.buffers import GradBuffers, Slot
@@ -23,6 +24,7 @@ from megatron_acco.zero.coarse import CoarseExchange
 from megatron_acco.zero.collectives import clone_group, give_back_group, group_limit, make_exchange
 from megatron_acco.zero.estimate import BaseOptimizer, capture_hyper_parameters
 from megatron_acco.zero.lane import DeviceClock, Lane, Ticket
+from megatron_acco.zero.muon import MuonOptimizer
 from megatron_acco.zero.parallel import TensorParallel
 from megatron_acco.zero.report import RoundReport
 from megatron_acco.zero.rounds import Launch, Rounds
@@ -59,6 +61,11 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
                 f"DeepSpeed's ZeRO rebuilds {type(self.optimizer).__name__} with one parameter group, but there are "
                 f"{len(self.bit16_groups)}; use one group, or AdamW"
             )
+        if is_muon(self.optimizer) and self.model_parallel_world_size > 1:
+            raise ValueError(
+                f"acco with Muon needs whole matrices on a rank: tensor parallelism must be 1, it is "
+                f"{self.model_parallel_world_size}; use AdamW"
+            )
         self.acco = acco
         self.on_commit: Callable[[RoundReport], None] = lambda report: None
         self.update = 0
@@ -88,10 +95,15 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         self.lane = Lane(f"acco-lane-{dist.get_rank()}", group_limit(self.dp_process_group))
         self._own_groups = [clone_group(self.dp_process_group)]
         exchange = make_exchange(self._own_groups[0], self.communication_data_type)
+        self._base = (
+            MuonOptimizer(self.optimizer, exchange, self._slots())
+            if is_muon(self.optimizer)
+            else BaseOptimizer(self.optimizer)
+        )
         self._rounds = Rounds(
             exchange,
             self._tensor_parallel(exchange.rank),
-            BaseOptimizer(self.optimizer),
+            self._base,
             self.single_partition_of_fp32_groups,
             self.clock,
             CoarseExchange(exchange, acco, self.bit16_groups_flat[0].device) if acco.coarse else None,
@@ -349,7 +361,7 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
     def memory_account(self) -> dict[str, int]:
         """Bytes of model state on this rank, by what they are for.
 
-        Optimizer state that does not exist before the first step is counted for optimizers of the Adam family only.
+        Optimizer state that does not exist before the first step is counted as one or two moments, by the options.
         """
 
         def size(tensors: Iterable[Tensor]) -> int:
@@ -357,8 +369,9 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
 
         masters = self.single_partition_of_fp32_groups
         state = size(v for s in self.optimizer.state.values() for v in s.values() if torch.is_tensor(v))
-        if not state and "betas" in self.optimizer.param_groups[0]:
-            state = 2 * size(masters)
+        if not state:
+            for group, master in zip(self.optimizer.param_groups, masters, strict=True):
+                state += (2 if "betas" in group else int(bool(group.get("momentum")))) * size([master])
         return {
             "weights": size(self.bit16_groups_flat),
             "gradients": size(self._buffers.accumulating) + size(self._buffers.handed_over),
@@ -478,6 +491,7 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
     def load_state_dict(self, state_dict_list: Any, *args: Any, **kwargs: Any) -> None:
         """Load DeepSpeed's state and remember ACCO's extras for `restore`, if the checkpoint has them."""
         super().load_state_dict(state_dict_list, *args, **kwargs)
+        self._base.check_state()
         rank = dist.get_rank(group=self.dp_process_group)
         own = state_dict_list[rank] if state_dict_list is not None and rank < len(state_dict_list) else None
         self._extras = own.get(EXTRAS_KEY) if isinstance(own, Mapping) else None

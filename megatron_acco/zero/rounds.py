@@ -128,7 +128,7 @@ class Rounds:
         count, scale = self._average(launch, report)
         marks.append(self._clock.mark())
         self._first_half, self._kept = (count, spec.keep) if spec.kind is RoundKind.ESTIMATE else (0.0, False)
-        hypers = _hyper(launch, report)
+        hypers, before = _hyper(launch, report), self._optimizer.bytes_sent
         if coarse is None:
             self._apply(launch, hypers, scale if report.applied else None)
             marks.append(self._clock.mark())
@@ -138,6 +138,7 @@ class Rounds:
             marks.append(self._clock.mark())
             report.bytes_sent += self._gather_differences(coarse, launch, report.applied)
         marks.append(self._clock.mark())
+        report.bytes_sent += self._optimizer.bytes_sent - before
         report.lane_marks = tuple(marks)
         self._last = report
         if self.observer is not None:

@@ -61,10 +61,15 @@ def oracle_of(
 
 
 def oracle_for(
-    run: Run, ranks: int, first_half: int | None = None, data: Callable[..., Any] = batch, **options: Any
+    run: Run,
+    ranks: int,
+    first_half: int | None = None,
+    data: Callable[..., Any] = batch,
+    model: nn.Module | None = None,
+    **options: Any,
 ) -> Oracle:
     """The oracle of a `Run` on `ranks` ranks."""
-    model = Net(seed=run.model_seed)
+    model = model or Net(seed=run.model_seed)
     names = [[n for n, p in model.named_parameters() if (p.dim() > 1) == matrices] for matrices in (True, False)]
     return oracle_of(
         model,

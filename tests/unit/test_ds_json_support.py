@@ -188,7 +188,6 @@ def test_acco_every_top_level_key_of_deepspeed_is_decided() -> None:
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("Muon", "matrices"),
         ("Lamb", "whole layers"),
         ("OneBitAdam", "compressed"),
         ("ZeroOneAdam", "compressed"),
@@ -210,7 +209,7 @@ def test_acco_with_an_unsupported_optimizer_is_refused_with_those_that_work(name
 
 
 @pytest.mark.parametrize(
-    "name", ["Adam", "AdamW", "adamw", "ADAM", "Adagrad", "Lion", "lion", "SGD", "RMSprop", "NAdam"]
+    "name", ["Adam", "AdamW", "adamw", "ADAM", "Adagrad", "Lion", "lion", "Muon", "SGD", "RMSprop", "NAdam"]
 )
 def test_acco_with_an_elementwise_optimizer_passes(name: str, fused_lion: None) -> None:
     config = acco(optimizer={"type": name, "params": {"lr": 1e-3}}, zero_allow_untested_optimizer=True)

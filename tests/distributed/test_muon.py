@@ -1,0 +1,120 @@
+"""DeepSpeed's Muon in ACCO's rounds: matrices orthogonalized whole, wherever the shards end."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from tests.distributed.reference import error, oracle_for
+from tests.distributed.test_coarse_estimate import attach, check
+from tests.distributed.training import Net, Round, Run, assemble, batch, engine_for, run_updates
+from tests.oracle import Array, Group, Rule
+
+SIZES = (5, 24, 11, 2)
+MUON = {"lr": 0.01, "muon_lr": 0.02, "momentum": 0.9, "betas": [0.9, 0.95], "eps": 1e-8, "weight_decay": 0.1}
+
+
+@dataclass(frozen=True)
+class MuonRule(Rule):
+    """Muon (K. Jordan 2024) with Nesterov momentum; the quintic Newton-Schulz iteration in float64."""
+
+    def apply(self, theta: Array, state: dict, grad: Array, lr: float) -> tuple[Array, dict]:
+        moment = self.momentum * state.get("momentum_buffer", 0.0) + (1 - self.momentum) * grad
+        x = (1 - self.momentum) * grad + self.momentum * moment
+        rows, columns = x.shape
+        x = x.T if rows > columns else x
+        x = x / (np.linalg.norm(x) + 1e-7)
+        for _ in range(5):
+            a = x @ x.T
+            x = 3.4445 * x + (-4.7750 * a + 2.0315 * a @ a) @ x
+        x = (x.T if rows > columns else x) * np.sqrt(max(1.0, rows / columns))
+        return theta * (1 - lr * self.weight_decay) - lr * x, {"momentum_buffer": moment}
+
+
+def train_muon(run: Run, save: str = "", load: str = "", updates: tuple[int, int] | None = None) -> Any:
+    """Job: a training with the Muon that DeepSpeed builds; each kind of parameter is a group of its own."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling its kernels takes a minute
+    model = Net(SIZES)
+    config = run.config() | {"optimizer": {"type": "Muon", "params": MUON}}
+    with engine_for(model, config, None, groups=list(model.parameters())) as (engine, zero):
+        if load:
+            engine.load_checkpoint(load)
+        result = run_updates(engine, zero, range(*(updates or (0, run.updates))))
+        if save:
+            engine.save_checkpoint(save)
+        return result
+
+
+def whole(per_rank: list[Any]) -> list[Round]:
+    """The ranks' rounds put together, without the state, which differs between the two kinds of groups."""
+    return assemble([([replace(r, state=[{} for _ in r.state]) for r in rounds], where) for rounds, where in per_rank])
+
+
+def muon_oracle(run: Run, ranks: int) -> Any:
+    oracle = oracle_for(run, ranks, model=Net(SIZES))
+    adam = Rule("adamw", MUON["lr"], MUON["weight_decay"], tuple(MUON["betas"]), MUON["eps"])
+    muon = MuonRule("muon", MUON["muon_lr"], MUON["weight_decay"], momentum=MUON["momentum"])
+    oracle.groups = [Group(g.names, muon if i == 0 else adam) for i, g in enumerate(oracle.groups)]
+    return oracle
+
+
+@pytest.mark.parametrize(
+    ("ranks_", "run"),
+    [
+        (3, Run("acco", updates=6, clip=0.5)),
+        (2, Run("acco", updates=6, clip=0.5, acco={"estimate_bits": 16, "warmup_updates": 2})),
+        (4, Run("dpu", updates=6)),
+        (2, Run("wp", updates=6)),
+        (1, Run("acco", updates=4)),
+    ],
+    ids=lambda value: f"{value.mode}{value.acco.get('estimate_bits', '')}" if isinstance(value, Run) else str(value),
+)
+def test_rounds_agree_with_the_oracle(ranks, ranks_: int, run: Run) -> None:
+    per_rank = ranks(ranks_).run(train_muon, run)
+    oracle = muon_oracle(run, ranks_)
+    if run.acco:
+        attach(oracle, run, per_rank)
+    # Where a value is quantized to the next level, fp32 is a level away from fp64.
+    check(whole(per_rank), oracle, 2e-4 if run.acco else 2e-5)
+
+
+@pytest.mark.parametrize("ranks_", [1, 2])
+def test_sync_is_zero1(ranks, ranks_: int) -> None:
+    """Without clipping, where DeepSpeed's ZeRO-1 and BF16_Optimizer do the same."""
+    ours = whole(ranks(ranks_).run(train_muon, Run("sync", updates=5)))[-1].masters
+    assert error(ours, ranks(ranks_).run(weights_of_zero1, 5)[0]) < 1e-5
+
+
+def weights_of_zero1(updates: int) -> dict[str, Any]:
+    """Job: the weights after updates of DeepSpeed's own ZeRO-1."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    model = Net(SIZES)
+    config = Run(None).config() | {"optimizer": {"type": "Muon", "params": MUON}}
+    with engine_for(model, config, None, groups=list(model.parameters())) as (engine, _):
+        for update in range(updates):
+            for micro in range(4):
+                engine.backward(engine(*batch(update, torch.distributed.get_rank(), micro)))
+                engine.step()
+        return {name: p.detach().numpy().copy() for name, p in model.named_parameters()}
+
+
+def test_a_resumed_run_is_the_same_run(ranks, tmp_path) -> None:
+    """The third update's estimate comes from the momentum of the checkpoint; on another number of ranks, too."""
+    run, folder = Run("acco", updates=6, clip=0.5), str(tmp_path)
+    straight = whole(ranks(3).run(train_muon, run))
+    ranks(3).run(train_muon, run, folder, updates=(0, 3))
+    resumed = whole(ranks(3).run(train_muon, run, load=folder, updates=(3, 6)))
+    for got, want in zip(resumed, straight[-len(resumed) :], strict=True):
+        assert all(np.array_equal(got.masters[n], want.masters[n]) for n in want.masters)
+        assert all(np.array_equal(got.shown[n], want.shown[n]) for n in want.shown)
+    # On two ranks the third rank's data are missing: the oracle goes on from what three ranks have left.
+    oracle = muon_oracle(run, 3)
+    oracle.updates(3)
+    oracle.ranks = 2
+    other = whole(ranks(2).run(train_muon, run, load=folder, updates=(3, 6)))
+    check(other, oracle, 2e-5)
