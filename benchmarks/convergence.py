@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 deepspeed --num_gpus 2 --module benchmarks.convergence --methods zero1 acco acco-8-bit
 
 Every method trains the same megatron-core GPT from the same weights on the same windows of text in the same order (they
-follow from seed, update, rank and micro-batch), with one optimizer, the same clipping, warm-up and cosine: what differs is
-the rule. For each of `--gas` (micro-batches per rank and update) and `--lr`, prints the last validation loss of each method
-(mean and range over seeds), and its difference to ZeRO-1's of the same seed.
+follow from seed, update, rank and micro-batch), with one optimizer, the same clipping, warm-up and cosine: what differs
+is the rule. For each of `--gas` (micro-batches per rank and update) and `--lr`, prints the last validation loss of each
+method (mean and range over seeds), and its difference to ZeRO-1's of the same seed.
 
 `--micro-batches` gives every batch size the same tokens; warm-ups may be fractions of the updates then. The last column
 is the share of ZeRO-1's updates after which the mean curve is at ZeRO-1's last loss (straight lines between

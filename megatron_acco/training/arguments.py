@@ -283,7 +283,7 @@ def _with_auto(config: Mapping[str, Any], arguments: Arguments) -> dict[str, Any
         return result
     names = ["lr", "weight_decay"]
     kind = section.get("type")
-    if isinstance(kind, str) and kind.lower() in _ADAM:
+    if isinstance(kind, str) and kind.lower() in (*_ADAM, "muon"):
         names += ["betas", "eps"]
     result["optimizer"] = {**section, "params": {**dict.fromkeys(names, "auto"), **section.get("params", {})}}
     return result

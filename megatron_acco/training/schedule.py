@@ -74,7 +74,16 @@ class Schedule:
     wsd_decay: int | None
 
     def build(self, optimizer: Any) -> OptimizerParamScheduler:
-        """The scheduler of `optimizer`; DeepSpeed steps it by one global batch per committed update."""
+        """The scheduler of `optimizer`; DeepSpeed steps it by one global batch per committed update.
+
+        DeepSpeed makes the groups of Muon itself and leaves out Megatron's options of them: they keep the ratio of
+        their rates ("muon_lr", "adam_lr") to the peak, and those without weight decay stay without.
+        """
+        for group in optimizer.param_groups:
+            if "use_muon" in group:
+                ratio = group["lr"] / self.peak
+                group["max_lr"], group["min_lr"] = group["lr"], self.options.min_lr * ratio
+                group["wd_mult"] = 0.0 if group["weight_decay"] == 0.0 else 1.0
         return OptimizerParamScheduler(
             optimizer,
             init_lr=self.options.lr_warmup_init,

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from tests.distributed import gpt
 from tests.distributed.reference import error, oracle_for
 from tests.distributed.test_coarse_estimate import attach, check
 from tests.distributed.training import Net, Round, Run, assemble, batch, engine_for, run_updates
@@ -118,3 +119,31 @@ def test_a_resumed_run_is_the_same_run(ranks, tmp_path) -> None:
     oracle.ranks = 2
     other = whole(ranks(2).run(train_muon, run, load=folder, updates=(3, 6)))
     check(other, oracle, 2e-5)
+
+
+def megatron_matrices(tp: int) -> list[str] | str:
+    """Job: the parameters of a Llama-like megatron-core model that Muon gets, or why there is no engine."""
+    import megatron_acco
+
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    with gpt.parallel(tp):
+        model = gpt.build(gpt.Case(tp=tp, style="llama"))
+        try:
+            engine = gpt.engine_of(gpt.Case(tp=tp, style="llama"), model, 2, optimizer={"type": "Muon", "params": MUON})
+        except ValueError as refusal:
+            return str(refusal)
+        matrices = [name for name, p in model.named_parameters() if p.use_muon]
+        megatron_acco.drain(engine)
+        engine.destroy()
+        return matrices
+
+
+def test_megatrons_embeddings_and_output_layer_go_to_adam(ranks) -> None:
+    for names in ranks(2).run(megatron_matrices, 1):
+        assert any("linear_qkv" in name for name in names)
+        assert not [name for name in names if "embedding" in name or "output_layer" in name or "norm" in name]
+
+
+def test_tensor_parallelism_is_refused(ranks) -> None:
+    for message in ranks(2).run(megatron_matrices, 2):
+        assert "tensor parallelism must be 1, it is 2" in message

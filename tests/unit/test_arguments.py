@@ -257,6 +257,21 @@ def test_lr_moves_once_per_update_whatever_the_batch() -> None:
         assert rates(options, 20, batch) == pytest.approx(expected)
 
 
+def test_the_groups_of_muon_keep_their_own_rates_and_decays() -> None:
+    """As DeepSpeed builds them from "lr", "muon_lr" and a group without decay."""
+    parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(2)]
+    optimizer = torch.optim.SGD([{"params": [p]} for p in parameters], lr=0.5, weight_decay=0.1)
+    matrices, vectors = optimizer.param_groups
+    matrices |= {"use_muon": True, "lr": 5.0}
+    vectors |= {"use_muon": False, "weight_decay": 0.0}
+    options = OptimizerOptions(lr=0.5, min_lr=0.1, lr_decay_style="linear", lr_decay_iters=4, weight_decay=0.1)
+    scheduler = resolve_schedule(options, 40, 10).build(optimizer)
+    for rate in (0.4, 0.3, 0.2, 0.1):
+        scheduler.step(10)
+        assert (matrices["lr"], vectors["lr"]) == pytest.approx((10 * rate, rate))
+        assert (matrices["weight_decay"], vectors["weight_decay"]) == (0.1, 0.0)
+
+
 def test_lr_decays_to_the_minimum_by_the_cosine() -> None:
     options = OptimizerOptions(lr=1.0, min_lr=0.1, lr_decay_style="cosine", lr_decay_iters=10)
     expected = [0.1 + 0.45 * (1 + math.cos(math.pi * min(t, 10) / 10)) for t in range(15)]
