@@ -8,8 +8,8 @@ is the rule. For each of `--gas` (micro-batches per rank and update) and `--lr`,
 method (mean and range over seeds), and its difference to ZeRO-1's of the same seed.
 
 `--micro-batches` gives every batch size the same tokens; warm-ups may be fractions of the updates then. The last column
-is the share of ZeRO-1's updates after which the mean curve is at ZeRO-1's last loss (straight lines between
-validations): over a method's speed relative to ZeRO-1's it is the time to that loss.
+is how many updates the mean curve takes to ZeRO-1's loss at its last validation but one, over ZeRO-1's (straight lines
+between validations): divided by a method's speed relative to ZeRO-1's it is the time to that loss.
 
 Finished runs are lines of `OUT/results.jsonl`: a second start goes on where the first one stopped, and adds methods,
 seeds, batch sizes and learning rates. `OUT/convergence.png` has the curves, where matplotlib is installed.
@@ -254,7 +254,7 @@ def report(runs: Sequence[Run], known: dict[Run, Curve]) -> None:
         size = f"{first.micro_batch_size} x {first.seq_length}"
         print(f"\n{first.ranks} ranks x {gas} micro-batches of {size}, lr {lr:g},")
         print(f"{first.updates} updates ({first.sync_updates} sync), {tokens / 1e6:.2f} M tokens, clip {first.clip:g}")
-        print(f"{'method':24}{'mean':>9}{'min':>9}{'max':>9}{'to zero1':>11}{'min':>9}{'max':>9}{'share':>8}")
+        print(f"{'method':24}{'mean':>9}{'min':>9}{'max':>9}{'to zero1':>11}{'min':>9}{'max':>9}{'updates':>9}")
         of = {(run.method, run.seed): known[run][-1][1] for run in cell}
         for method in dict.fromkeys(run.method for run in cell):
             losses = [loss for (name, _), loss in of.items() if name == method]
@@ -263,8 +263,9 @@ def report(runs: Sequence[Run], known: dict[Run, Curve]) -> None:
                 base = [of[BASELINE, seed] for name, seed in of if name == method]
                 off = [100 * (loss / other - 1) for loss, other in zip(losses, base, strict=True)]
                 line += f"{statistics.mean(off):+10.3f}%{min(off):+8.3f}%{max(off):+8.3f}%"
-                reached = reaches(mean_curve(method, cell, known), mean_curve(BASELINE, cell, known)[-1][1])
-                line += f"{'-':>8}" if reached is None else f"{reached / first.updates:8.3f}"
+                updates, loss = mean_curve(BASELINE, cell, known)[-2]
+                reached = reaches(mean_curve(method, cell, known), loss)
+                line += f"{'-':>9}" if reached is None else f"{reached / updates:9.3f}"
             print(line)
 
 
