@@ -4,15 +4,31 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
-python3 -m venv --system-site-packages "$VIRTUAL_ENV"
-python - "$1" >requirements.txt <<'EOF'
+python3 - "$1" >requirements.txt <<'EOF'
 import sys
+
+if not (3, 11) <= sys.version_info[:2] <= (3, 12):
+    sys.exit(f"error: BASE has Python {sys.version.split()[0]}; Python 3.11 or 3.12 is needed")
+
 import tomllib
 
 project = tomllib.load(open("pyproject.toml", "rb"))["project"]
-extras = [name for name in sys.argv[1].split(",") if name]
-print(*project["dependencies"], *(line for name in extras for line in project["optional-dependencies"][name]), sep="\n")
+groups = project["optional-dependencies"]
+
+
+def lines(extras):
+    for extra in filter(None, map(str.strip, extras.split(","))):
+        if extra not in groups:
+            sys.exit(f"error: there is no extra {extra!r}; EXTRAS takes {', '.join(groups)}, by commas")
+        for line in groups[extra]:
+            name, _, more = line.partition("[")
+            # An extra of this very package, which no index shall be asked for.
+            yield from lines(more.rstrip("]")) if name == project["name"] else [line]
+
+
+print(*project["dependencies"], *lines(sys.argv[1]), sep="\n")
 EOF
+python3 -m venv --system-site-packages "$VIRTUAL_ENV"
 # A torch that came with the base fits its CUDA.
 if torch=$(python -c 'from importlib.metadata import version; print(version("torch"))' 2>/dev/null); then
     sed -i "s/^torch==.*/torch==$torch/" constraints.txt
