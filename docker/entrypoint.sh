@@ -33,7 +33,7 @@ prepare_ssh() {
     id -un >/dev/null 2>&1 || die "ssh knows no user $(id -u): leave --user out, or build the image with --build-arg" \
         "USER_ID=$(id -u)"
     [ -x "$keys" ] || [ ! -d "$keys" ] || die "cannot read the folder $keys as user $(id -u)"
-    [ -e "$keys/authorized_keys" ] ||
+    [ -f "$keys/authorized_keys" ] ||
         die "sshd needs the public key of who may log in: mount a folder with authorized_keys at $keys"
     mkdir -p -m 700 "$HOME/.ssh" "$state"
     copy_key "$keys/authorized_keys"
@@ -51,6 +51,7 @@ prepare_ssh() {
         config+=("    IdentityFile ~/.ssh/${key##*/}")
     done
     [ -e "$HOME/.ssh/config" ] || printf '%s\n' "${config[@]}" >"$HOME/.ssh/config"
+    [ "$(id -u)" != 0 ] || mkdir -p /run/sshd
     [ -e "$state/host_key" ] || ssh-keygen -q -t ed25519 -N '' -C "$(hostname)" -f "$state/host_key"
     write_environment
 }
@@ -72,8 +73,14 @@ sshd=(/usr/sbin/sshd -D -f "$(dirname "${BASH_SOURCE[0]}")/sshd_config" -p "$por
 say_ready() { mkdir -p -m 700 "$state" && echo "$1" >"$state/ready"; }
 
 # The ranks of this container, whoever started them: the command, a login, docker exec. A container that is a rank itself
-# has no others.
-ranks() { [ -n "${LOCAL_RANK+x}" ] || grep -lzs '^LOCAL_RANK=' /proc/[0-9]*/environ | cut -d / -f 3 || true; }
+# has no others. With --pid host those of other containers are in sight.
+ranks() {
+    local pid
+    [ -z "${LOCAL_RANK+x}" ] || return 0
+    for pid in $(grep -lzs '^LOCAL_RANK=' /proc/[0-9]*/environ | cut -d / -f 3); do
+        [ ! "/proc/$pid/ns/mnt" -ef /proc/self/ns/mnt ] || echo "$pid"
+    done
+}
 
 # What `docker stop` asks for. Launchers do not pass it on, and with the first process all others would be killed: let the
 # ranks save and end, then the launcher by itself.
@@ -84,7 +91,7 @@ stop() {
         say "stopping the ranks"
         kill -TERM $pids 2>/dev/null || true
         while [ -n "$(ranks)" ]; do sleep 0.2; done
-        for _ in {1..15}; do sleep 0.2; kill -0 "$1" 2>/dev/null || return 0; done
+        for _ in {1..50}; do sleep 0.2; kill -0 "$1" 2>/dev/null || return 0; done
     fi
     kill -TERM "$1" 2>/dev/null || true
 }
@@ -115,7 +122,8 @@ case ${1:-} in
         [ $# -gt 0 ] || die "with-sshd needs a command"
         prepare_ssh
         rm -f "$state/log"
-        "${sshd[@]}" -E "$state/log" >/dev/null 2>&1 &
+        "${sshd[@]}" -E "$state/log" >/dev/null 2>>"$state/log" &
+        trap "kill $! 2>/dev/null || true" EXIT
         # Its own word: on the machine's network another container's sshd may answer at this port.
         for _ in {1..100}; do
             if grep -qs 'Server listening' "$state/log"; then

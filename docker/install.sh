@@ -50,3 +50,5 @@ install -r requirements.txt
 python -W ignore -c 'import deepspeed.launcher.launch, deepspeed.launcher.runner, megatron.core.models.gpt'
 wait $op || { cat op.log; exit 1; }
 chown -R acco: "$TORCH_EXTENSIONS_DIR"
+# Some run images as a user of theirs (--user, OpenShift, pyxis), and torch writes beside an op whenever it loads it.
+chmod -R a+rwX "$TORCH_EXTENSIONS_DIR"

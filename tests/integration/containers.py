@@ -193,8 +193,8 @@ class Container:
         ]
         for outside, inside in (volumes or {}).items():
             steps += [f'mkdir -p "$root{inside}"', f'mount --bind {shlex.quote(str(outside))} "$root{inside}"']
-        script = "\n".join([*steps, 'echo "$root"'])
-        self.root = cluster.run(host, ["sh", "-ec", script], check=True).stdout.split()[-1]
+        steps += ['echo "$root"', f'chroot "$root" getent passwd {self._config["User"]} | cut -d : -f 6']
+        self.root, self._home = cluster.run(host, ["sh", "-ec", "\n".join(steps)], check=True).stdout.split()[-2:]
 
     def start(self, command: Sequence[str], **popen: Any) -> subprocess.Popen[Any]:
         """The container's process: `command` under the entry point (`docker run`)."""
@@ -216,7 +216,7 @@ class Container:
 
     def _enter(self, command: Sequence[str]) -> list[str]:
         user = self._config["User"]
-        variables = {"HOME": f"/home/{user}", **self._variables}
+        variables = {"HOME": self._home, **self._variables}
         return [
             *("chroot", f"--userspec={user}", self.root, "env", "-i", f"--chdir={self._config['WorkingDir']}"),
             *(f"{name}={value}" for name, value in variables.items()),
