@@ -67,7 +67,10 @@ def entry_point(
 
 def end_of(process: subprocess.Popen[Any]) -> tuple[str, int]:
     """Output and exit code."""
-    return process.communicate(timeout=30)[0], process.returncode
+    try:
+        return process.communicate(timeout=30)[0], process.returncode
+    finally:
+        process.kill()  # and with it the others
 
 
 def stop(process: subprocess.Popen[Any]) -> None:
