@@ -104,7 +104,7 @@ run() {
     child=$!
     trap 'signalled=yes; stop "$child" &' TERM USR1
     # From a terminal the command has it too.
-    trap 'signalled=yes; [ -t 0 ] || stop "$child" &' INT
+    trap 'signalled=yes; if [ ! -t 0 ]; then stop "$child" & fi' INT
     while signalled=; code=0; wait "$child" || code=$?; [ -n "$signalled" ]; do :; done
     exit "$code"
 }
