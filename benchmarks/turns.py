@@ -24,12 +24,14 @@ from megatron_acco.shared_memory import release_shared_memory
 from megatron_acco.training.model import ModelOptions, build_model
 
 VOCABULARY = 4096
+ADAMW: dict[str, float] = {"lr": 1e-4, "weight_decay": 0.1}
+CLIPPING = 1.0
+SIZES = {"micro_batch_size": 4, "seq_length": 256, "hidden_size": 256, "num_layers": 6}
 
 
 def add_model_arguments(parser: argparse.ArgumentParser, **defaults: int) -> None:
     """Options of the model and its batch."""
-    sizes = {"micro_batch_size": 4, "seq_length": 256, "hidden_size": 256, "num_layers": 6} | defaults
-    for name, size in sizes.items():
+    for name, size in (SIZES | defaults).items():
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=size)
     parser.add_argument("--bf16", action="store_true")
 
@@ -66,15 +68,15 @@ def new_engine(
 
     Args:
         accumulation: micro-batches per rank and update.
-        acco: the `acco` section; None is DeepSpeed's own ZeRO-1.
+        acco: the `acco` section; None is DeepSpeed's own ZeRO.
         zero: further keys of `zero_optimization`.
     """
     model = new_model(args)
     config: dict[str, Any] = {
         "train_micro_batch_size_per_gpu": args.micro_batch_size,
         "gradient_accumulation_steps": accumulation,
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4, "weight_decay": 0.1}},
+        "gradient_clipping": CLIPPING,
+        "optimizer": {"type": "AdamW", "params": dict(ADAMW)},
         "zero_optimization": {"stage": 1, **(zero or {})},
         "bf16": {"enabled": args.bf16},
     }

@@ -8,6 +8,7 @@ and the all-gather of DeepSpeed's ZeRO-1. All times are seconds.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 
@@ -52,6 +53,26 @@ class Costs:
         hidden = 0.0 if self.blocking else min(self.reduction_seconds, 2.0 / 3.0 * self.compute)
         return self.zero1(steps) - hidden
 
+    def zero2(self, steps: int) -> float:
+        """DeepSpeed's ZeRO-2 with nothing overlapped: partitioned gradients are reduced after every micro-batch."""
+        return steps * (self.compute + self.reduction_seconds) + self.gathering_seconds
+
+    def ddp(self, steps: int) -> float:
+        """PyTorch's DDP and ZeroRedundancyOptimizer, accumulating without synchronisation.
+
+        The all-reduce hides in the last backward, on gloo too: its threads, not the caller, do the work. Then every
+        rank broadcasts its share of the weights, in all what an all-gather moves.
+        """
+        return self.zero1(steps) - min(self.reduction_seconds, 2.0 / 3.0 * self.compute)
+
+    def fsdp2(self, steps: int) -> float:
+        """PyTorch's `fully_shard`, one all-gather and one reduce-scatter per update.
+
+        It waits for them on gloo, whose reduce-scatter moves what an all-reduce moves; elsewhere both overlap as in
+        Megatron's distributed optimizer.
+        """
+        return self.zero1(steps) if self.blocking else self.megatron(steps)
+
     def megatron(self, steps: int) -> float:
         """Megatron's distributed optimizer, overlapped.
 
@@ -78,8 +99,14 @@ class Costs:
         """Modes `dpu` and `wp`: one exchange behind the whole next update."""
         return max(steps * self.compute, self.exchange)
 
-    def acco(self, steps: int, first_half: int) -> float:
-        """Mode `acco`: the commit behind the first half, the estimate behind the second."""
+    def with_estimate_of(self, bits: int, value_bytes: int) -> Costs:
+        """These, with estimates that travel in `bits` bits in the place of `value_bytes` bytes."""
+        return replace(self, estimate=self.exchange * quantized_share(bits, value_bytes))
+
+    def acco(self, steps: int, first_half: int | None = None) -> float:
+        """Mode `acco`: the commit behind the first half (of half the micro-batches unless given), the estimate behind
+        the second."""
+        first_half = steps // 2 if first_half is None else first_half
         first, second = first_half * self.compute, (steps - first_half) * self.compute
         return max(first, self.exchange) + max(second, self._estimate)
 
@@ -109,6 +136,37 @@ class Costs:
         """Micro-batches per update of `accumulation: adaptive`: halves grow until they cover the exchange."""
         half = min(max(math.ceil(self.exchange / self.compute - 1e-9) if self.compute > 0.0 else 1, 1), most_per_half)
         return max(floor, 2 * half)
+
+
+METHODS: dict[str, Callable[[Costs, int], float]] = {
+    "compute": Costs.compute_only,
+    "zero1": Costs.zero1,
+    "zero1-overlap": Costs.overlapped_zero1,
+    "zero2": Costs.zero2,
+    "ddp": Costs.ddp,
+    "fsdp2": Costs.fsdp2,
+    "megatron": Costs.megatron,
+    "sync": Costs.sync,
+    "dpu": Costs.delayed,
+    "wp": Costs.delayed,  # the second application of the optimizer takes no exchange
+    "acco": Costs.acco,
+    "acco-coarse": lambda costs, steps: costs.acco(steps, costs.best_first_half(steps)),
+    "adaptive": Costs.acco,
+    "auto": lambda costs, steps: min(costs.acco(steps), costs.sync(steps)),
+}
+
+
+def update(method: str, costs: Costs, steps: int, most_per_half: int) -> tuple[int, float]:
+    """Micro-batches per rank, and seconds, of an update of one of METHODS; all ranks alike.
+
+    Args:
+        costs: for `acco-coarse`, those of `with_estimate_of`.
+        steps: micro-batches per rank and update that are configured; two or more for the kinds of `acco`.
+        most_per_half: limit of `adaptive`.
+    """
+    if method == "adaptive":
+        steps = costs.adaptive_steps(max(2, steps), most_per_half)
+    return steps, METHODS[method](costs, steps)
 
 
 @dataclass(frozen=True)
@@ -142,7 +200,9 @@ def quantized_share(bits: int, value_bytes: int, block: int = 256) -> float:
     return (bits / 8.0 + 4.0 / block) / value_bytes
 
 
-def model_state_bytes(parameters: float, ranks: int, weight_bytes: int, sum_bytes: int, overlapped: bool) -> float:
+def model_state_bytes(
+    parameters: float, ranks: int, weight_bytes: int, sum_bytes: int, overlapped: bool, partitioned: bool = False
+) -> float:
     """Bytes of weights, gradients, fp32 masters and Adam's moments on one rank.
 
     Args:
@@ -151,6 +211,7 @@ def model_state_bytes(parameters: float, ranks: int, weight_bytes: int, sum_byte
         weight_bytes: of a weight as compute sees it.
         sum_bytes: of an element of the gradient sum.
         overlapped: ACCO's engine (any mode): a second gradient buffer, in flight, and the kept shard of the first half.
+        partitioned: ZeRO-2: a rank keeps its share of the gradients.
     """
-    gradients = sum_bytes * (2 if overlapped else 1)
+    gradients = sum_bytes * (2 if overlapped else 1 / ranks if partitioned else 1)
     return parameters * (weight_bytes + gradients + (12 + (4 if overlapped else 0)) / ranks)

@@ -7,12 +7,12 @@ import importlib.util
 import math
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from megatron_acco.cli import simulate
-from megatron_acco.cost_model import Costs, Link, model_state_bytes, quantized_share
+from megatron_acco.cost_model import Costs, Link, model_state_bytes, quantized_share, update
 
 _DTYPES = {"bf16": 2, "fp16": 2, "fp32": 4}
 _MEASURED_BYTES = 64 << 20
@@ -45,50 +45,63 @@ class Case:
 
 @dataclass(frozen=True)
 class Row:
-    """One method: micro-batches and seconds per update, exposed communication, model state per rank."""
+    """One method: micro-batches and seconds per update, exposed communication, model state per rank (None: unknown)."""
 
     method: str
     steps: int
     seconds: float
     exposed: float
-    state_bytes: float
+    state_bytes: float | None
 
     def tokens_per_second(self, case: Case) -> float:
         """Over all ranks."""
         return case.ranks * self.steps * case.tokens / self.seconds
 
 
+_NAMES = {
+    "zero1": "ZeRO-1",
+    "zero1-overlap": "ZeRO-1, overlapped",
+    "zero2": "ZeRO-2",
+    "ddp": "DDP, sharded Adam",
+    "fsdp2": "FSDP2",
+    "sync": "sync",
+    "dpu": "dpu",
+    "acco": "acco, fixed",
+    "acco-coarse": "acco, 8-bit estimate",
+    "adaptive": "acco, adaptive",
+}
+_PYTORCH = ("ddp", "fsdp2")
+_WAITING = ("zero1", "zero1-overlap", "zero2")
+
+
 def predict(case: Case) -> list[Row]:
     """A row per method."""
-    costs, k = case.costs, case.steps
-    adaptive = costs.adaptive_steps(k, case.most_per_half)
-    times: list[tuple[str, int, float, bool]] = [
-        ("ZeRO-1", k, costs.zero1(k), False),
-        ("ZeRO-1, overlapped", k, costs.overlapped_zero1(k), False),
-        ("sync", k, costs.sync(k), True),
-        ("dpu", k, costs.delayed(k), True),
-        ("acco, fixed", k, costs.acco(k, k // 2), True),
-        ("acco, adaptive", adaptive, costs.acco(adaptive, adaptive // 2), True),
-    ]
-    if k < 2:
-        times = [row for row in times if row[0] != "acco, fixed"]
-    else:
-        coarse = replace(costs, estimate=costs.exchange * quantized_share(8, case.weight_bytes))
-        times.insert(-1, ("acco, 8-bit estimate", k, coarse.acco(k, coarse.best_first_half(k)), True))
+    costs = case.costs.with_estimate_of(8, case.weight_bytes)
     rows = []
-    for method, steps, seconds, ours in times:
-        state = model_state_bytes(case.parameters, case.ranks, case.weight_bytes, case.sum_bytes, ours)
-        if "8-bit" in method:
-            state += 2 * case.parameters * quantized_share(8, 1)  # codes to send, codes received
-        rows.append(Row(method, steps, seconds, seconds - costs.compute_only(steps), state))
+    for method, name in _NAMES.items():
+        if case.steps < 2 and method in ("acco", "acco-coarse"):
+            continue
+        of = costs if method == "acco-coarse" else case.costs
+        steps, seconds = update(method, of, case.steps, case.most_per_half)
+        rows.append(Row(name, steps, seconds, seconds - costs.compute_only(steps), _state_bytes(method, case)))
     return rows
+
+
+def _state_bytes(method: str, case: Case) -> float | None:
+    if method in _PYTORCH:
+        return None  # what PyTorch keeps depends on how a script mixes precisions
+    sizes = case.parameters, case.ranks, case.weight_bytes, case.sum_bytes
+    state = model_state_bytes(*sizes, overlapped=method not in _WAITING, partitioned=method == "zero2")
+    if method == "acco-coarse":
+        state += 2 * case.parameters * quantized_share(8, 1)  # codes to send, codes received
+    return state
 
 
 def smallest_winning_accumulation(costs: Costs, most: int = 4096) -> int | None:
     """Fewest micro-batches per update with which fixed ACCO beats every rule that waits; None: not up to `most`."""
     for steps in range(2, most + 1):
         waiting = min(costs.overlapped_zero1(steps), costs.sync(steps))
-        if costs.acco(steps, steps // 2) < 0.999 * waiting:
+        if costs.acco(steps) < 0.999 * waiting:
             return steps
     return None
 
@@ -180,9 +193,9 @@ def report(case: Case) -> list[str]:
     ]
     for row in predict(case):
         tokens = f"{row.tokens_per_second(case):12,.0f}" if case.tokens else f"{'-':>12s}"
+        state = f"{'-':>9s}" if row.state_bytes is None else f"{row.state_bytes / 1e9:9.2f}"
         lines.append(
-            f"{row.method:20s} {row.steps:13d} {row.seconds:10.3f} {tokens} {row.exposed / row.seconds:9.1%} "
-            f"{row.state_bytes / 1e9:9.2f}"
+            f"{row.method:20s} {row.steps:13d} {row.seconds:10.3f} {tokens} {row.exposed / row.seconds:9.1%} {state}"
         )
     wins = smallest_winning_accumulation(costs)
     lines += ["", f"fixed ACCO hides all of it from {costs.acco_steps_to_hide()} micro-batches per update on"]
@@ -248,7 +261,7 @@ def draw(case: Case, out: Path) -> None:
         ("ZeRO-1, overlapped", costs.overlapped_zero1),
         ("sync", costs.sync),
         ("dpu", costs.delayed),
-        ("acco", lambda k: costs.acco(k, k // 2)),
+        ("acco", costs.acco),
     ]
     figure = Figure(figsize=(7.0, 4.5), layout="constrained")
     FigureCanvasAgg(figure)

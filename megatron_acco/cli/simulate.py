@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy
 
-from megatron_acco.cost_model import Costs, Link
+from megatron_acco.cost_model import Costs, Link, update
 from megatron_acco.report.runs import read_runs
 from megatron_acco.simulation.compute_times import ComputeTimes, measured
 from megatron_acco.simulation.links import Cluster
@@ -153,20 +153,8 @@ def report(args: argparse.Namespace, ranks: int, times: ComputeTimes, exchange: 
 
 def formula(method: str, setting: Setting) -> float:
     """Seconds per update by the cost model."""
-    model, k = dataclasses.replace(setting.costs, compute=setting.times.mean), setting.steps
-    adaptive = model.adaptive_steps(max(2, k), setting.most_per_half)
-    times: dict[str, Callable[[], float]] = {
-        "compute": lambda: model.compute_only(k),
-        "zero1": lambda: model.zero1(k),
-        "zero1-overlap": lambda: model.overlapped_zero1(k),
-        "megatron": lambda: model.megatron(k),
-        "sync": lambda: model.sync(k),
-        "dpu": lambda: model.delayed(k),
-        "wp": lambda: model.delayed(k),
-        "acco": lambda: model.acco(k, k // 2),
-        "adaptive": lambda: model.acco(adaptive, adaptive // 2),
-    }
-    return times[method]()
+    costs = dataclasses.replace(setting.costs, compute=setting.times.mean)
+    return update(method, costs, setting.steps, setting.most_per_half)[1]
 
 
 def sizes(args: argparse.Namespace) -> list[str]:

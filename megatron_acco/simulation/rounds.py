@@ -8,7 +8,7 @@ spread every method takes exactly the time of `cost_model.Costs`.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy
 
@@ -164,6 +164,22 @@ def _zero1_overlap(ranks: _Ranks, setting: Setting) -> None:
     ranks.wait(reduced + setting.costs.gathering_seconds)
 
 
+def _zero2(ranks: _Ranks, setting: Setting) -> None:
+    for _ in range(setting.steps):
+        ranks.compute(1)
+        ranks.wait(ranks.clock.max() + setting.costs.reduction_seconds)
+    ranks.wait(ranks.clock.max() + setting.costs.gathering_seconds)
+
+
+def _ddp(ranks: _Ranks, setting: Setting) -> None:
+    """Gloo's threads reduce behind the last backward, too."""
+    _zero1_overlap(ranks, replace(setting, costs=replace(setting.costs, blocking=False)))
+
+
+def _fsdp2(ranks: _Ranks, setting: Setting) -> None:
+    (_zero1 if setting.costs.blocking else _megatron)(ranks, setting)
+
+
 def _megatron(ranks: _Ranks, setting: Setting) -> None:
     """Megatron's distributed optimizer: the reduce-scatter behind the last backward, the all-gather behind the first
     forward of the next update (a third of a micro-batch), layer by layer."""
@@ -215,6 +231,9 @@ METHODS: dict[str, Callable[[_Ranks, Setting], None]] = {
     "compute": _compute,
     "zero1": _zero1,
     "zero1-overlap": _zero1_overlap,
+    "zero2": _zero2,
+    "ddp": _ddp,
+    "fsdp2": _fsdp2,
     "megatron": _megatron,
     "sync": _sync,
     "dpu": _delayed,
