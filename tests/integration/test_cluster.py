@@ -6,7 +6,6 @@ would show nothing.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import signal
@@ -183,21 +182,6 @@ def test_the_command_runs_on_every_host_and_hands_on_the_exit_code() -> None:
     result = subprocess.run([*command, "sh", "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert result.returncode == 7, result.stderr
     assert sorted(result.stdout.splitlines()) == [f"{rank} of 3 on host{rank}" for rank in range(3)]
-
-
-@needs_cluster
-def test_the_shaped_benchmark_measures_and_predicts(tmp_path: Path) -> None:
-    words = "--rate 200mbit --gas 2 --hidden-size 64 --num-layers 1 --seq-length 64 --turns 1 --block 1".split()
-    words += "--methods compute zero1 acco adaptive --out".split()
-    command = [sys.executable, "-m", "benchmarks.shaped", *words, str(tmp_path / "shaped.json")]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
-    assert result.returncode == 0, result.stdout + result.stderr
-    methods = json.loads((tmp_path / "shaped.json").read_text())["methods"]
-    assert list(methods) == ["compute", "zero1", "acco", "adaptive"]
-    for name, figures in methods.items():
-        assert min(figures["tokens_per_second"]) > 0 and figures["predicted"] > 0 and name in result.stdout
-    assert methods["acco"]["rounds"]["micro_batches_per_update"] == 4.0  # 2 on each of 2 ranks
-    assert methods["adaptive"]["rounds"]["halves_share"] == 1.0
 
 
 @pytest.mark.parametrize(

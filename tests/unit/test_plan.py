@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,6 +27,7 @@ def test_model_state_is_that_of_the_design() -> None:
     """bf16 sums: 2 + 2 + 2 + (12 + 4) / N; ZeRO-1 has one gradient buffer and keeps no half."""
     assert model_state_bytes(1e9, 16, 2, 2, overlapped=True) == pytest.approx(1e9 * (6 + 1))
     assert model_state_bytes(1e9, 16, 2, 2, overlapped=False) == pytest.approx(1e9 * (4 + 0.75))
+    assert model_state_bytes(1e9, 16, 2, 2, overlapped=False, partitioned=True) == pytest.approx(1e9 * (2 + 14 / 16))
 
 
 def test_every_method_follows_its_formula() -> None:
@@ -35,6 +37,10 @@ def test_every_method_follows_its_formula() -> None:
     assert seconds == {
         "ZeRO-1": pytest.approx(2 + 1.5 + 0.75),  # all-reduce and all-gather
         "ZeRO-1, overlapped": pytest.approx(2 + (1.5 - 0.25 * 2 / 3) + 0.75),
+        "ZeRO-2": pytest.approx(8 * (0.25 + 1.5) + 0.75),  # an all-reduce after every micro-batch
+        "DDP, sharded Adam": pytest.approx(2 + (1.5 - 0.25 * 2 / 3) + 0.75),
+        # the reduce-scatter behind two thirds of a micro-batch, the all-gather behind one third
+        "FSDP2": pytest.approx(2 + (0.75 - 0.25 * 2 / 3) + (0.75 - 0.25 / 3)),
         "sync": pytest.approx(3.5),
         "dpu": pytest.approx(2.0),
         "acco, fixed": pytest.approx(3.0),
@@ -42,6 +48,10 @@ def test_every_method_follows_its_formula() -> None:
         "acco, 8-bit estimate": pytest.approx(1.5 + 1.5 * (1 + 4 / 256) / 2),
         "acco, adaptive": pytest.approx(3.0),
     }
+    waiting = replace(case, costs=replace(costs, blocking=True))
+    gloo = {row.method: row.seconds for row in predict(waiting)}
+    assert gloo["FSDP2"] == gloo["ZeRO-1"] == gloo["ZeRO-1, overlapped"] == seconds["ZeRO-1"]
+    assert gloo["DDP, sharded Adam"] == seconds["DDP, sharded Adam"], "DDP leaves the waiting to gloo's threads"
     adaptive = predict(case)[-1]
     assert adaptive.steps == 12 and adaptive.exposed == pytest.approx(0.0)
     assert adaptive.tokens_per_second(case) == pytest.approx(16 * 8192 / 0.25)
