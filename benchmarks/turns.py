@@ -24,7 +24,7 @@ from megatron_acco.shared_memory import release_shared_memory
 from megatron_acco.training.model import ModelOptions, build_model
 
 VOCABULARY = 4096
-ADAMW: dict[str, float] = {"lr": 1e-4, "weight_decay": 0.1}
+ADAMW: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1}
 CLIPPING = 1.0
 SIZES = {"micro_batch_size": 4, "seq_length": 256, "hidden_size": 256, "num_layers": 6}
 

@@ -16,7 +16,7 @@ from benchmarks.compare import figures, options, pictures
 
 
 def main() -> int:
-    """0: every method of every run was measured; 1: not so; 2: there is no cluster."""
+    """0: every method of every run was measured; 1: not so; 2: there can be no such cluster."""
     args = options.parse_arguments()
     args.out.mkdir(parents=True, exist_ok=True)
     try:
@@ -24,6 +24,9 @@ def main() -> int:
     except (ClusterError, ValueError) as error:
         print(f"ERROR: {error}", file=sys.stderr)
         return 2
+    except RuntimeError as error:
+        print(f"ERROR: {error}", file=sys.stderr)
+        return 1
 
 
 def _one(args: argparse.Namespace) -> int:
@@ -41,12 +44,13 @@ def _several(args: argparse.Namespace) -> int:
     for value in values:
         print(f"\n==== {name} = {value:g}", flush=True)
         try:
-            results.append(run(options.at(args, value)))
+            result = run(options.at(args, value))
         except (ClusterError, RuntimeError) as error:
             print(f"ERROR: {error}", file=sys.stderr)
             results.append(None)
-        else:
-            print("\n" + "\n".join(figures.report(results[-1])), flush=True)
+            continue
+        results.append(result)
+        print("\n" + "\n".join(figures.report(result)), flush=True)
     lines = figures.summary(name, values, results, args.methods)
     print("\n" + "\n".join(lines))
     stem = args.out / f"sweep-{name}"

@@ -167,6 +167,7 @@ class Rank:
         args = self.args
         compute = self.measure_compute()
         measured = self.choose_rate(min(compute))
+        self.say(f"{measured}")
         results: dict[str, list[list[Turn]]] = {name: [] for name in args.methods}
         for number in range(args.turns + 1):
             for name in args.methods:
@@ -212,9 +213,9 @@ class Rank:
         return gathered
 
     def say(self, line: str) -> None:
-        """Progress, on a terminal."""
-        if self.rank == 0 and sys.stderr.isatty():
-            print(line, file=sys.stderr, flush=True)
+        """Progress."""
+        if self.rank == 0:
+            print(f"{time.strftime('%H:%M:%S')} {line}", file=sys.stderr, flush=True)
 
     # ---- what the methods have in common ----------------------------------------------------------------------------
 
@@ -262,7 +263,7 @@ class Rank:
         """One update to get going, then `updates` timed ones."""
         trainer, clocks = self.trainers[name], self.clocks[name]
         batches = turns.micro_batches(self.args, seed)
-        engine = getattr(trainer, "engine", None)
+        engine: Any = getattr(trainer, "engine", None)
         samples = engine.global_samples if engine is not None else 0
         dist.barrier()
         trainer.update(batches)
@@ -326,8 +327,9 @@ class Rank:
 
     def collective_seconds(self, times: int) -> CollectiveSeconds:
         """Of the model's size, with nothing beside them; the same on all ranks."""
-        dtype = torch.bfloat16 if self.args.bf16 else torch.float32
-        return time_collectives(make_exchange(clone_group(dist.group.WORLD), dtype), self.parameters, times)
+        dtype, world = torch.bfloat16 if self.args.bf16 else torch.float32, dist.group.WORLD
+        assert world is not None
+        return time_collectives(make_exchange(clone_group(world), dtype), self.parameters, times)
 
 
 def _reports(name: str, engine: Any) -> list[RoundReport]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -37,7 +37,7 @@ class Trainer(Protocol):
 
 def new_trainer(name: str, args: argparse.Namespace) -> Trainer:
     """The trainer of a method other than `compute`. Collective."""
-    kinds = {Kind.DEEPSPEED: DeepSpeed, Kind.DDP: Ddp, Kind.FSDP2: Fsdp2}
+    kinds: dict[Kind, Callable[..., Trainer]] = {Kind.DEEPSPEED: DeepSpeed, Kind.DDP: Ddp, Kind.FSDP2: Fsdp2}
     return kinds[METHODS[name].kind](name, args)
 
 

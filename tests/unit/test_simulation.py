@@ -185,7 +185,7 @@ def test_nodes_share_their_network() -> None:
 
 @dataclass(frozen=True)
 class Shaped:
-    """Turns of benchmarks/shaped.py: seconds of a micro-batch on every rank, of the collectives, tokens per second."""
+    """Turns of benchmarks/compare: seconds of a micro-batch on every rank, of the collectives, tokens per second."""
 
     options: str
     steps: int
