@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import argparse
 import logging
-import statistics
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import deepspeed
@@ -20,20 +19,15 @@ from deepspeed.utils import logger
 from megatron.core import parallel_state
 
 import megatron_acco
+from benchmarks.common import add_model_arguments as add_model_arguments
+from benchmarks.common import ratios as ratios
+from benchmarks.common import spread as spread
 from megatron_acco.shared_memory import release_shared_memory
 from megatron_acco.training.model import ModelOptions, build_model
 
 VOCABULARY = 4096
 ADAMW: dict[str, Any] = {"lr": 1e-4, "weight_decay": 0.1}
 CLIPPING = 1.0
-SIZES = {"micro_batch_size": 4, "seq_length": 256, "hidden_size": 256, "num_layers": 6}
-
-
-def add_model_arguments(parser: argparse.ArgumentParser, **defaults: int) -> None:
-    """Options of the model and its batch."""
-    for name, size in (SIZES | defaults).items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, default=size)
-    parser.add_argument("--bf16", action="store_true")
 
 
 def start() -> None:
@@ -106,13 +100,3 @@ def train_micro_batch(engine: Any, batch: tuple[torch.Tensor, torch.Tensor, torc
     losses = engine(tokens, positions, None, labels=labels)
     engine.backward(losses.float().mean())
     engine.step()
-
-
-def ratios(values: Sequence[float], base: Sequence[float]) -> list[float]:
-    """Turn by turn."""
-    return [value / other for value, other in zip(values, base, strict=True)]
-
-
-def spread(values: Sequence[float]) -> tuple[float, float, float]:
-    """Median, smallest and largest."""
-    return statistics.median(values), min(values), max(values)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks import turns
+from benchmarks import common
 from benchmarks.compare.methods import BASELINES, METHODS, RIVALS
 from megatron_acco.cost_model import Costs, update
 from megatron_acco.simulation import rounds
@@ -34,7 +34,7 @@ def evaluate(result: Result) -> Result:
     for name, all_ in measured.items():
         figures: dict[str, Any] = {"tokens_per_second": rates[name]}
         for key, base in (("ratio_to_zero1", best), ("ratio_to_compute", "compute")):
-            figures[key] = turns.ratios(rates[name], rates[base]) if base in rates else None
+            figures[key] = common.ratios(rates[name], rates[base]) if base in rates else None
         figures |= _of_updates(name, all_) | round_figures(all_)
         if figures["ratio_to_compute"] and figures["seconds_per_update"]:
             figures["exposed_share"] = 1.0 - statistics.median(figures["ratio_to_compute"])
@@ -169,9 +169,9 @@ def _cells(texts: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _row(figures: dict[str, Any]) -> list[str]:
-    row = [f"{value:.0f}" for value in turns.spread(figures["tokens_per_second"])]
+    row = [f"{value:.0f}" for value in common.spread(figures["tokens_per_second"])]
     for key in ("ratio_to_zero1", "ratio_to_compute"):
-        row += [f"{value:.3f}" for value in turns.spread(figures[key])] if figures[key] else ["-"] * 3
+        row += [f"{value:.3f}" for value in common.spread(figures[key])] if figures[key] else ["-"] * 3
     for _, key, form in _COLUMNS:
         value = figures[key]
         row.append("-" if value is None else form.format(value / 1e6 if "bytes" in key else value))
@@ -190,7 +190,7 @@ def _verdicts(result: Result) -> list[str]:
     lines = []
     for name in figures:
         if METHODS[name].acco is not None:
-            middle, low, high = turns.spread(turns.ratios(rates[name], rates[best]))
+            middle, low, high = common.spread(common.ratios(rates[name], rates[best]))
             lines.append(f"{name} is {middle:.3f} ({low:.3f} to {high:.3f}) times as fast as {best}, the best rival")
     return lines
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import benchmarks.compare
-from benchmarks import turns
+from benchmarks import common
 from benchmarks.cluster import bits_per_second
 from benchmarks.compare.methods import DEFAULT, METHODS
 
@@ -41,8 +41,8 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--block", type=int, default=2, help="timed updates a turn")
     parser.add_argument("--no-memory", action="store_true", help="leave out the peak memory of each method")
     parser.add_argument("--sweep", nargs="+", metavar="VALUE", help=f"a parameter ({', '.join(SWEEPS)}) and its values")
-    parser.add_argument("--limit", type=float, default=900.0, help="seconds after which a run is given up")
-    turns.add_model_arguments(parser, seq_length=512, hidden_size=128, num_layers=4)
+    parser.add_argument("--limit", type=float, default=1800.0, help="seconds after which a run is given up")
+    common.add_model_arguments(parser, seq_length=512, hidden_size=128, num_layers=4)
     parser.add_argument("--out", type=Path, default=Path("runs/compare"), help="folder of tables, JSON and pictures")
     args = parser.parse_args(arguments)
     for message, wrong in _problems(args).items():
@@ -57,7 +57,7 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
 
 
 def _problems(args: argparse.Namespace) -> dict[str, bool]:
-    whole = ("gas", "turns", "block", *turns.SIZES)
+    whole = ("gas", "turns", "block", *common.SIZES)
     pytorch = [name for name in ("ddp", "fsdp2") if name in args.methods]
     return {
         "--hosts must be 2 or more": args.hosts < 2,

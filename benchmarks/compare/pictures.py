@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import turns
+from benchmarks import common
 from benchmarks.compare import figures
 
 
@@ -18,7 +18,7 @@ def draw(result: figures.Result, path: Path) -> None:
         return
     figure, (axes,) = made
     for place, (name, row) in enumerate(result["figures"].items()):
-        middle, low, high = turns.spread(row["tokens_per_second"])
+        middle, low, high = common.spread(row["tokens_per_second"])
         color = "tab:grey" if name == "compute" else "tab:orange" if figures.METHODS[name].acco else "tab:blue"
         axes.bar(place, middle, color=color, yerr=[[middle - low], [high - middle]], capsize=4)
         if row["predicted"] is not None:
