@@ -44,6 +44,7 @@ def peaks(args: argparse.Namespace) -> dict[str, int | None]:
 
 def _child(name: str, args: argparse.Namespace, port: int, out: Connection) -> None:
     os.environ["MASTER_PORT"] = str(port)
+    sys.stdout = Path(os.devnull).open("w")  # every engine says the same there
     try:
         peak = _train(name, args)
     except Exception:
