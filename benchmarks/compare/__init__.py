@@ -27,7 +27,7 @@ faster ZeRO-1 and to compute:
     lane cpu   CPU time of the lane's thread over compute; all cpu: of all threads but the main one. On CPUs these
                share the ranks' cores, which on a GPU they do not: overlap means something only where they are small
     model      how far the cost model is off, fed with the compute of the turns without communication and with the
-               collectives measured alone before the first turn; hosts of unequal speed are simulated
+               collectives measured alone after each turn (medians); hosts of unequal speed are simulated
 
 `--sweep PARAMETER VALUE ...` makes such a run for each value, and a summary of them. `--out FOLDER` gets the tables,
 the JSON and the pictures.

@@ -132,14 +132,14 @@ _COLUMNS = (
 def report(result: Result) -> list[str]:
     """The table of one run, as lines."""
     args, measured = result["arguments"], result["measured"]
-    costs, k = Costs(**measured["costs"]), args["gas"]
+    costs, k, compute = Costs(**measured["costs"]), args["gas"], statistics.mean(compute_by_rank(result))
     rate = "unshaped" if measured["rate"] is None else f"{measured['rate'] / 1e6:.1f} Mbit/s"
     best = result["best_zero1"]
     lines = [
         f"{measured['parameters'] / 1e6:.2f} M parameters, {args['hosts']} hosts, CPUs {args['cpu']}, link {rate}, "
         f"k = {k}, micro-batch {args['micro_batch_size']} x {args['seq_length']}",
-        f"compute of a micro-batch {costs.compute:.3f} s, an exchange with nothing beside it {costs.exchange:.3f} s: "
-        f"r = {costs.exchange / (k * costs.compute):.2f}; all-reduce {costs.reduction:.3f} s, all-gather "
+        f"compute of a micro-batch {compute:.3f} s, an exchange with nothing beside it {costs.exchange:.3f} s: "
+        f"r = {costs.exchange / (k * compute):.2f}; all-reduce {costs.reduction:.3f} s, all-gather "
         f"{costs.gathering:.3f} s",
         f"{args['turns']} turns of {args['block']} updates, one thread per rank, "
         + ", ".join(f"{name} {version}" for name, version in result["versions"].items()),

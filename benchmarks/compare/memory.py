@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import sys
 import traceback
+from contextlib import redirect_stdout
 from multiprocessing.connection import Connection
 from pathlib import Path
 
@@ -44,9 +45,9 @@ def peaks(args: argparse.Namespace) -> dict[str, int | None]:
 
 def _child(name: str, args: argparse.Namespace, port: int, out: Connection) -> None:
     os.environ["MASTER_PORT"] = str(port)
-    sys.stdout = Path(os.devnull).open("w")  # every engine says the same there
     try:
-        peak = _train(name, args)
+        with Path(os.devnull).open("w") as nowhere, redirect_stdout(nowhere):  # every engine says the same there
+            peak = _train(name, args)
     except Exception:
         print(f"peak memory of {name}:\n{traceback.format_exc()}", file=sys.stderr, flush=True)
     else:

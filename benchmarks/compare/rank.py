@@ -10,12 +10,13 @@ import json
 import math
 import os
 import pickle
+import statistics
 import sys
 import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, astuple, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -153,6 +154,9 @@ class Rank:
         self.failures = Failures(folder, self.rank, self.world_size)
         self.model = turns.new_model(args)
         self.parameters = sum(p.numel() for p in self.model.parameters())
+        world = dist.group.WORLD
+        assert world is not None
+        self.exchange = make_exchange(clone_group(world), torch.bfloat16 if args.bf16 else torch.float32)
         self.off: dict[str, float] = {}
         self.trainers: dict[str, Trainer] = {}
         for name in args.methods:
@@ -166,8 +170,9 @@ class Rank:
         """Calibrate, take turns; rank 0 writes the result."""
         args = self.args
         compute = self.measure_compute()
-        measured = self.choose_rate(min(compute))
-        self.say(f"{measured}")
+        rate = self.choose_rate(min(compute))
+        self.say("unshaped" if rate is None else f"link of {rate / 1e6:.1f} Mbit/s")
+        collectives: list[tuple[float, ...]] = []
         results: dict[str, list[list[Turn]]] = {name: [] for name in args.methods}
         for number in range(args.turns + 1):
             for name in args.methods:
@@ -177,11 +182,17 @@ class Rank:
                     results[name].append(self.everyone(mine))
             if number == 0:
                 self.compare_exact()
+            else:
+                collectives.append(astuple(self.collective_seconds()))
+        exchange, reduction, gathering = map(statistics.median, zip(*collectives, strict=True))
+        costs = Costs(min(compute), exchange, reduction, gathering, blocking=True)
         result = {
             "arguments": vars(args) | {"out": str(args.out)},
             "versions": {"torch": torch.__version__, "deepspeed": deepspeed.__version__},
             "measured": {
-                **measured,
+                "rate": rate,
+                "costs": asdict(costs),
+                "collectives": collectives,
                 "compute_by_rank": compute,
                 "parameters": self.parameters,
                 "cores": os.cpu_count(),
@@ -297,25 +308,21 @@ class Rank:
 
     # ---- the link ---------------------------------------------------------------------------------------------------
 
-    def choose_rate(self, compute: float) -> dict[str, Any]:
-        """With `--r`, the rate at which one exchange takes r k c. Returns the rate (bit/s or None) and `Costs`."""
+    def choose_rate(self, compute: float) -> float | None:
+        """The link's rate (bit/s); with `--r`, shape it so that one exchange takes r k c."""
         args = self.args
-        rate = bits_per_second(args.rate)
-        if args.r is not None:
-            wanted = args.r * args.gas * compute
-            sent = 2 * self.parameters * (2 if args.bf16 else 4) * (self.world_size - 1) / self.world_size
-            rate, measured = 8 * sent / wanted, wanted
-            for _ in range(2):  # as the wires give it, then as the collectives really take
-                rate *= measured / wanted
-                if self.rank == 0:
-                    self.ask_for_rate(rate)
-                dist.barrier()
-                seconds = self.collective_seconds(1)
-                measured = seconds.exchange
-        else:
-            seconds = self.collective_seconds(2)
-        costs = Costs(compute, seconds.exchange, seconds.reduction, seconds.gathering, blocking=True)
-        return {"rate": rate, "costs": asdict(costs)}
+        if args.r is None:
+            return bits_per_second(args.rate)
+        wanted = args.r * args.gas * compute
+        sent = 2 * self.parameters * self.exchange.wire_dtype.itemsize * (self.world_size - 1) / self.world_size
+        rate, measured = 8 * sent / wanted, wanted
+        for _ in range(2):  # as the wires give it, then as the collectives really take
+            rate *= measured / wanted
+            if self.rank == 0:
+                self.ask_for_rate(rate)
+            dist.barrier()
+            measured = self.collective_seconds().exchange
+        return rate
 
     def ask_for_rate(self, bits: float) -> None:
         """Have the driver shape all links."""
@@ -325,11 +332,9 @@ class Rank:
             raise TimeoutError(f"no answer of the driver to a request for a link's rate within {ANSWER_SECONDS:g} s")
         (self.folder / "done").unlink()
 
-    def collective_seconds(self, times: int) -> CollectiveSeconds:
-        """Of the model's size, with nothing beside them; the same on all ranks."""
-        dtype, world = torch.bfloat16 if self.args.bf16 else torch.float32, dist.group.WORLD
-        assert world is not None
-        return time_collectives(make_exchange(clone_group(world), dtype), self.parameters, times)
+    def collective_seconds(self) -> CollectiveSeconds:
+        """Of the model's size, once, with nothing beside them; the same on all ranks."""
+        return time_collectives(self.exchange, self.parameters, times=1)
 
 
 def _reports(name: str, engine: Any) -> list[RoundReport]:
