@@ -70,5 +70,4 @@ METHODS: dict[str, Method] = {
     "acco-4-bit": Method("acco-coarse", acco={"mode": "acco", "estimate_bits": 4, "estimate_fraction": "auto"}),
 }
 BASELINES = ("zero1", "zero1-overlap")
-RIVALS = ("zero1", "zero1-overlap", "zero2", "ddp", "fsdp2")
-DEFAULT = ("compute", *RIVALS, "sync", "dpu", "wp", "acco", "adaptive")
+DEFAULT = ("compute", *BASELINES, "zero2", "ddp", "fsdp2", "sync", "dpu", "wp", "acco", "adaptive")
