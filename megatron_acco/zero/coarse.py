@@ -15,7 +15,7 @@ from torch import Tensor
 
 from megatron_acco.config import AccoConfig
 from megatron_acco.zero.collectives import Exchange
-from megatron_acco.zero.quantize import BlockCodec
+from megatron_acco.zero.quantize import make_codec
 
 
 class CoarseExchange:
@@ -24,7 +24,7 @@ class CoarseExchange:
     def __init__(self, exchange: Exchange, acco: AccoConfig, device: torch.device) -> None:
         """Quantize on tensors of `device` as the estimate_* options of `acco` say."""
         self._exchange = exchange
-        self._codec = BlockCodec(
+        self._codec = make_codec(
             acco.estimate_bits, acco.estimate_block_size, acco.estimate_stochastic_rounding, device
         )
         self._buffer = torch.empty(0, dtype=torch.uint8)

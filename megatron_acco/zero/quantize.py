@@ -11,6 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
+from deepspeed.accelerator import get_accelerator
+from deepspeed.utils import logger
 from torch import Tensor
 
 # Elements handled at once: the working memory stays in cache on a CPU, and small beside the tensor on an accelerator.
@@ -102,12 +104,12 @@ class BlockCodec:
                 values.copy_(code)
             values.mul_(scales[rows, None])
             flat, target = values.view(-1)[: part.stop - part.start], out[part]
-            if accumulate:
-                target.add_(flat, alpha=factor)
-                continue
             if factor != 1.0:
                 flat.mul_(factor)
-            target.copy_(flat if plus is None else flat.add_(plus[part]))
+            if accumulate:
+                target.add_(flat)
+            else:
+                target.copy_(flat if plus is None else flat.add_(plus[part]))
 
     def _round(self, values: Tensor) -> None:
         if self._generator is None:
@@ -141,3 +143,26 @@ class BlockCodec:
             start = first * self._block
             part = slice(start, min(elements, start + blocks * self._block))
             yield first, self._values[: blocks * self._block].view(blocks, self._block), part
+
+
+def make_codec(bits: int, block: int, stochastic: bool, device: torch.device) -> BlockCodec:
+    """The codec for tensors of `device` with the arguments of `BlockCodec`: one kernel per call where Triton runs.
+
+    Which one a rank has makes no difference to the others: what decoding gives is the same in both.
+    """
+    if not get_accelerator().is_triton_supported():
+        return BlockCodec(bits, block, stochastic, device)
+    try:
+        from megatron_acco.zero.quantize_triton import LARGEST_BLOCK, TritonCodec
+
+        if block <= LARGEST_BLOCK:
+            codec = TritonCodec(bits, block, stochastic, device)
+            # Compiles, which needs a C compiler; better now than in the first estimate.
+            values = torch.ones(block, device=device)
+            payload = torch.empty(codec.payload_bytes(block), dtype=torch.uint8, device=device)
+            codec.encode(values, payload)
+            codec.decode(payload, values)
+            return codec
+    except Exception as error:  # of Triton, its compilers and drivers: many kinds
+        logger.warning(f"estimates are quantized without Triton, which is slower: {type(error).__name__}: {error}")
+    return BlockCodec(bits, block, stochastic, device)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
+import os
+import subprocess
+import sys
+from types import ModuleType, SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
 
 import megatron_acco.zero.quantize as quantize
-from megatron_acco.zero.quantize import BlockCodec
+from megatron_acco.zero.quantize import BlockCodec, make_codec
 
 CPU = torch.device("cpu")
 
@@ -120,3 +126,54 @@ def test_the_largest_value_never_overflows() -> None:
         source = torch.rand(8 * 4096) + 0.01
         out = there_and_back(codec, torch.cat([source, -source]))
         assert (out[: len(source)] >= 0).all() and (out[len(source) :] <= 0).all()
+
+
+TRITON = "megatron_acco.zero.quantize_triton"
+
+
+@pytest.fixture
+def accelerator(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An accelerator on which Triton runs."""
+    monkeypatch.setattr(quantize, "get_accelerator", lambda: SimpleNamespace(is_triton_supported=lambda: True))
+
+
+def triton_codec(monkeypatch: pytest.MonkeyPatch, encode: object) -> type[BlockCodec]:
+    kernels = ModuleType(TRITON)
+    kernels.LARGEST_BLOCK, kernels.TritonCodec = 64, type("TritonCodec", (BlockCodec,), {"encode": encode})
+    monkeypatch.setitem(sys.modules, TRITON, kernels)
+    return kernels.TritonCodec
+
+
+def test_kernels_are_taken_where_they_run_and_can(monkeypatch: pytest.MonkeyPatch) -> None:
+    kind = triton_codec(monkeypatch, BlockCodec.encode)
+    assert type(make_codec(8, 64, True, CPU)) is BlockCodec, "on a CPU"
+    monkeypatch.setattr(quantize, "get_accelerator", lambda: SimpleNamespace(is_triton_supported=lambda: True))
+    assert type(make_codec(8, 64, True, CPU)) is kind
+    assert type(make_codec(8, 72, True, CPU)) is BlockCodec
+
+
+@pytest.mark.usefixtures("accelerator")
+def test_without_triton_or_its_compiler_torch_quantizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(quantize.logger, "warning", said.append)
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("Failed to find C compiler")
+
+    triton_codec(monkeypatch, fail)
+    assert type(make_codec(8, 64, False, CPU)) is BlockCodec
+    monkeypatch.setitem(sys.modules, TRITON, None)
+    assert type(make_codec(8, 64, False, CPU)) is BlockCodec
+    assert "Failed to find C compiler" in said[0] and "ModuleNotFoundError" in said[1]
+
+
+@pytest.mark.skipif(
+    importlib.util.find_spec("triton") is None, reason="triton is not installed (part of torch for CUDA)"
+)
+@pytest.mark.parametrize("what", ["interpret", "compile"])
+def test_triton_kernels(what: str) -> None:
+    """Bit by bit what the torch codec gives, and for GPUs the instructions that this takes."""
+    env = {**os.environ, "TRITON_INTERPRET": "1" if what == "interpret" else "0"}
+    command = [sys.executable, "-m", "tests.unit.triton_codec", what]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
