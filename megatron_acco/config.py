@@ -155,7 +155,7 @@ class AccoConfig:
             raise ValueError(
                 f'"{where}.estimate_block_size" must be a multiple of 8, 8 or more, got {self.estimate_block_size}'
             )
-        if self.estimate_stochastic_rounding and not self.coarse:
+        if self.estimate_stochastic_rounding and self.estimate_bits == ESTIMATE_BITS[0]:
             raise ValueError(
                 f'"{where}.estimate_stochastic_rounding" rounds what "{where}.estimate_bits" quantizes, which is 32 '
                 f"(not quantized); set it to 16, 8 or 4"
@@ -179,8 +179,8 @@ class AccoConfig:
 
     @property
     def coarse(self) -> bool:
-        """Whether the estimate's exchange is quantized."""
-        return self.estimate_bits != ESTIMATE_BITS[0]
+        """Whether there are estimates and their exchange is quantized."""
+        return self.mode is Mode.ACCO and self.estimate_bits != ESTIMATE_BITS[0]
 
     @property
     def auto_fraction(self) -> bool:

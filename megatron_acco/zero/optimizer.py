@@ -555,8 +555,8 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
                 log_dist("compute starts at theta: the checkpoint has no estimate for this mode of ACCO", ranks=[0])
             return
         assert extras is not None
-        if self.acco.auto_fraction:
-            self.adviser.restart(self.acco.mode, extras.get("fraction"))
+        if self.acco.auto_fraction and self.agree(extras.get("fraction") is not None):
+            self.adviser.restart(self.acco.mode, extras["fraction"])
         shown, pending = extras["shown"], extras["pending"]
         if shown != REAL:
             self._gather_loaded(shown, self.bit16_groups_flat)

@@ -21,7 +21,7 @@ from tests.distributed.precision import (
 )
 from tests.distributed.reference import error, oracle_for
 from tests.distributed.test_resume_tensor_parallel import run as train_gpt
-from tests.distributed.training import Round, Run, assemble, train, train_model
+from tests.distributed.training import Round, Run, assemble, run_updates, train, train_model
 from tests.oracle import Array, LossScale, Oracle, Params
 
 Layout = list[list[tuple[str, int, tuple[int, ...]]]]
@@ -295,3 +295,40 @@ def test_the_gradient_so_far_is_the_average_of_both_halves(ranks) -> None:
         assert len(answers) == 3
         for got, want in answers:
             assert torch.allclose(got, want, rtol=1e-5, atol=1e-7)
+
+
+def save_with_split(run: Run, folder: str, lost_on: int | None) -> None:
+    """Job: a checkpoint after two updates whose chosen split is 3 + 1; a rank's file may lack it."""
+    from tests.distributed.training import one_update, running
+
+    with running(run) as (engine, zero):
+        zero.adviser.restart(zero.acco.mode, 0.75)
+        for update in range(2):
+            one_update(engine, update)
+        if torch.distributed.get_rank() == lost_on:
+            zero.adviser.restart(zero.acco.mode)
+        engine.save_checkpoint(folder)
+
+
+def counts_after_resume(run: Run, folder: str) -> list[tuple[str, int]]:
+    """Job: kind and micro-batches, over all ranks, of the rounds of one update after a resume."""
+    from tests.distributed.training import running
+
+    with running(run) as (engine, zero):
+        engine.load_checkpoint(folder)
+        return [(r.kind, r.micro_batches) for r in run_updates(engine, zero, [2])[0]]
+
+
+def test_a_chosen_split_goes_on_after_a_resume_if_all_ranks_have_it(ranks, tmp_path) -> None:
+    auto, fixed = (Run("acco", acco=coarse(8, estimate_fraction=fraction)) for fraction in ("auto", 0.25))
+    ranks(2).run(save_with_split, auto, str(tmp_path / "all"), None)
+    ranks(2).run(save_with_split, auto, str(tmp_path / "one"), 1)
+    other_block = replace(auto, acco=coarse(4, estimate_fraction="auto", estimate_block_size=40))
+    for count, run, folder, first in (
+        (2, auto, "all", 3),
+        (3, other_block, "all", 3),
+        (2, fixed, "all", 1),
+        (2, auto, "one", 2),
+    ):
+        want = [("estimate", first * count), ("commit", 4 * count)]
+        assert ranks(count).run(counts_after_resume, run, str(tmp_path / folder)) == [want] * count

@@ -32,6 +32,10 @@ ROOT = Path(__file__).parents[2]
 TIME_LIMIT = 240.0
 AUTO_BATCHES = {"train_batch_size": "auto", "gradient_accumulation_steps": "auto"}
 METHODS = {"zero1": None, "acco": {"mode": "acco"}, "dpu": {"mode": "dpu"}, "wp": {"mode": "wp"}}
+METHODS["acco_8bit"] = {
+    **json.loads((ROOT / "deepspeed_configs" / "acco_8bit.json").read_text())["acco"],
+    "warmup_updates": 3,
+}
 
 
 @pytest.fixture(scope="session")
@@ -209,8 +213,8 @@ def check_log(output: str, folder: Path, acco: bool) -> None:
 
 
 @pytest.mark.slow
-def test_llama_style_in_bf16_with_acco_and_validation_sets_of_their_own(data: Path, tmp_path: Path) -> None:
-    config = write_json(tmp_path, "acco", bf16={"enabled": "auto"})
+def test_llama_style_in_bf16_with_8_bit_estimates_and_validation_sets_of_their_own(data: Path, tmp_path: Path) -> None:
+    config = write_json(tmp_path, "acco_8bit", bf16={"enabled": "auto"})
     llama = (
         "--swiglu --normalization RMSNorm --position-embedding-type rope --untie-embeddings-and-output-weights "
         "--disable-bias-linear --group-query-attention --num-query-groups 2 --bf16"
@@ -223,6 +227,7 @@ def test_llama_style_in_bf16_with_acco_and_validation_sets_of_their_own(data: Pa
     sets = ["--valid-data-path", f"seen={corpus}", f"again={corpus}", "--multiple-validation-sets"]
     output = succeed([*words, "--train-data-path", corpus, *sets])
     assert "bfloat16" in output and "AccoZeroOptimizer" in output
+    assert "an estimate in 8 bits after the first 2 and a commit after the other 2" in output
     found = [json.loads(line) for line in metrics.read_text().splitlines()]
     losses = [record["lm_loss"] for record in found if record["kind"] == "train"]
     assert losses[-1] < losses[0]

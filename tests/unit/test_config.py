@@ -31,6 +31,13 @@ def test_section_is_read() -> None:
     assert section["mode"] == "wp"
 
 
+@pytest.mark.parametrize("mode", ["dpu", "wp", "sync"])
+def test_without_estimates_nothing_is_quantized(mode: str) -> None:
+    section = {"estimate_bits": 8, "estimate_stochastic_rounding": True, "estimate_fraction": "auto"}
+    assert AccoConfig.from_dict({"mode": "acco", **section}).coarse
+    assert not AccoConfig.from_dict({"mode": mode, **section}).coarse
+
+
 def test_config_is_frozen() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         AccoConfig().mode = Mode.SYNC  # type: ignore[misc]

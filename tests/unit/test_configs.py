@@ -11,7 +11,7 @@ import pytest
 from megatron_acco.config import AccoConfig, Mode, acco_config
 
 FOLDER = Path(__file__).parents[2] / "deepspeed_configs"
-NAMES = ["acco", "acco_bf16", "dpu", "wp", "zero1", "zero1_bf16"]
+NAMES = ["acco", "acco_8bit", "acco_bf16", "dpu", "wp", "zero1", "zero1_bf16"]
 
 
 def load(name: str) -> dict[str, Any]:
@@ -31,13 +31,13 @@ def test_the_folder_holds_these_files() -> None:
 
 @pytest.mark.parametrize(
     ("with_section", "without"),
-    [("acco", "zero1"), ("dpu", "zero1"), ("wp", "zero1"), ("acco_bf16", "zero1_bf16")],
+    [("acco", "zero1"), ("acco_8bit", "zero1"), ("dpu", "zero1"), ("wp", "zero1"), ("acco_bf16", "zero1_bf16")],
 )
 def test_pairs_differ_by_the_acco_section_only(with_section: str, without: str) -> None:
     config = load(with_section)
     section = config.pop("acco")
     assert config == load(without)
-    assert AccoConfig.from_dict(section).mode is Mode(with_section.removesuffix("_bf16"))
+    assert AccoConfig.from_dict(section).mode is Mode(with_section.partition("_")[0])
 
 
 @pytest.mark.parametrize("name", NAMES)
