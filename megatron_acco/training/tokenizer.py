@@ -62,9 +62,7 @@ def build_tokenizer(options: TokenizerOptions) -> Any:
     if library == "null":
         if options.vocab_size is None:
             raise ValueError("--tokenizer-type NullTokenizer needs --vocab-size")
-        return MegatronTokenizer.from_pretrained(
-            None, metadata_path={"library": library, "model_type": "gpt"}, vocab_size=options.vocab_size
-        )
+        return _null_tokenizer(options.vocab_size)
     if options.tokenizer_model is None:
         raise ValueError(f"--tokenizer-type {options.tokenizer_type} needs --tokenizer-model")
     if library in ("sentencepiece", "tiktoken") and not os.path.isfile(options.tokenizer_model):
@@ -79,6 +77,9 @@ def build_tokenizer(options: TokenizerOptions) -> Any:
                 f"pip install 'megatron-acco[{extra}]'"
             )
     more = _tiktoken_arguments(options) if library == "tiktoken" else {}
+    if library == "huggingface":
+        # The end of a document is put there by whoever writes it; the default depends on megatron-core's release.
+        more = {"include_special_tokens": False}
     try:
         tokenizer = MegatronTokenizer.from_pretrained(
             options.tokenizer_model, metadata_path={"library": library, "model_type": "gpt"}, **more
@@ -109,6 +110,25 @@ def ids_digest(tokenize: Callable[[str], Iterable[int]]) -> str | None:
     except Exception:  # a NullTokenizer, whose text is numbers
         return None
     return hashlib.sha256(json.dumps(ids).encode()).hexdigest()[:16]
+
+
+def _null_tokenizer(size: int) -> Any:
+    """megatron-core's NullTokenizer of the ids below `size`, and `size` for the end of a document.
+
+    Its name and whether the size that it is given counts that id depend on megatron-core's release.
+    """
+    from megatron.core.tokenizers import MegatronTokenizer
+    from megatron.core.tokenizers.text.text_tokenizer import TOKENIZER_MAPPING_LIBRARIES
+
+    [library] = [name for name, cls in TOKENIZER_MAPPING_LIBRARIES.items() if cls == "NullTokenizer"]
+
+    def make(given: int) -> Any:
+        return MegatronTokenizer.from_pretrained(
+            None, metadata_path={"library": library, "model_type": "gpt"}, vocab_size=given
+        )
+
+    tokenizer = make(size)
+    return tokenizer if tokenizer.vocab_size == size + 1 else make(size + 1)
 
 
 def _tiktoken_arguments(options: TokenizerOptions) -> dict[str, Any]:

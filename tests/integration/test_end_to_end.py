@@ -75,8 +75,9 @@ def test_from_raw_text_to_transformers_and_on_to_finetuning(tmp_path: Path) -> N
     # So is the text.
     words = ["generate", "--checkpoint", str(out / "checkpoints"), "--prompt", "def main():\n"]
     assert main([*words, "--temperature", "0", "--tokens", "40", "--out", str(out / "text")]) == 0
-    text = (out / "text").read_text().strip()
-    assert len(text) > 20 and finished.stdout.rstrip().endswith(text)
+    text = (out / "text").read_text()
+    # Whole: what so small a model has learned of this Python's library may be that newlines follow newlines.
+    assert len(text) > 20 and finished.stdout.endswith(text)
 
     # On from the Hugging Face folder.
     pretrained = tmp_path / "pretrained"

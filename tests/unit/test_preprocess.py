@@ -247,6 +247,21 @@ def test_other_tokenizers_give_their_own_ids(tmp_path: Path, make: Any, way: str
         assert outputs(tmp_path / f"out{workers}") == content(tmp_path / "plain")
 
 
+def test_a_huggingface_tokenizer_puts_nothing_around_a_text(tmp_path: Path) -> None:
+    """megatron-core's default differs from release to release: one would begin each text with an id of its own."""
+    options = huggingface(tmp_path)
+    from tokenizers import Tokenizer, processors
+
+    plain = list(build_tokenizer(options).tokenize(TEXT))
+    file = str(tmp_path / "hf" / "tokenizer.json")
+    own = Tokenizer.from_file(file)
+    end = own.token_to_id("<|end|>")
+    own.post_processor = processors.TemplateProcessing(single="<|end|> $A", special_tokens=[("<|end|>", end)])
+    own.save(file)
+    assert own.encode(TEXT).ids == [end, *plain]
+    assert list(build_tokenizer(options).tokenize(TEXT)) == plain
+
+
 def test_tiktoken_settings_that_do_not_fit_are_named(tmp_path: Path) -> None:
     options = tiktoken(tmp_path)
     assert build_tokenizer(options).vocab_size == 1260
