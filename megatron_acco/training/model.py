@@ -28,8 +28,8 @@ from megatron_acco.training.options import option
 from megatron_acco.training.replicated import HeadNorm, TorchNorm
 from megatron_acco.training.without_cuda import support_cpu
 
-# megatron-core 0.19 says so for each model that is built. Who runs this package can do nothing about it: its dependencies
-# bound the versions.
+# megatron-core 0.19 announces it with each model that is built. Who runs this package can do nothing about it: its
+# dependencies bound the versions.
 logging.getLogger(GPTModel.__module__).addFilter(lambda record: "GPTModel IS DEPRECATED" not in record.getMessage())
 
 # The others need Transformer Engine or layers that this model has not.
