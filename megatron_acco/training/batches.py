@@ -147,7 +147,9 @@ def build_loader(
         pin_memory=torch.cuda.is_available(),
         worker_init_fn=_leave_signals_to_the_rank,
         generator=torch.Generator().manual_seed(seed),
-        persistent_workers=num_workers > 0,
+        # The processes end with the iterator, whoever still holds the loader. At its exit Python would wait for those
+        # that are left, and they ignore the signal by which it ends them.
+        persistent_workers=False,
     )
 
 

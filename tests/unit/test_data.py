@@ -326,6 +326,16 @@ def test_tokenizer_of_another_size_than_asked_for_is_refused(tmp_path: Path) -> 
         build_tokenizer(TokenizerOptions("SentencePieceTokenizer", model, vocab_size=61))
 
 
+def test_loader_processes_end_with_the_iterator_though_the_loader_lives_on(corpus: str) -> None:
+    """Whatever still holds the loader when the process exits would otherwise make it wait for them without end."""
+    loader = build_loader(build(options(corpus)).train, ConsumedSampleSampler(40, 0, 2, 0, 1), VOCAB, 1, seed=0)
+    iterator = iter(loader)
+    next(iterator)
+    [process] = multiprocessing.active_children()
+    del iterator
+    assert not process.is_alive() and len(loader) == 20
+
+
 # ---- the sample index cache ---------------------------------------------------------------------------------------
 
 
