@@ -30,6 +30,8 @@ _WHY_NOT = {
     "lbfgs": "it evaluates the model inside its step",
 }
 _ADAM_NAMES = ("adam", "adamw")
+# DeepSpeed's NS_METHODS, in a module that compiles kernels when it is imported.
+_NS_METHODS = ("gram", "standard")
 # What DeepSpeed's engine takes for its two kinds of groups; it leaves out anything else without a word.
 _MUON_PARAMS: dict[str, Any] = {
     **{"lr": 0.02, "muon_lr": 0.02, "momentum": 0.95, "ns_method": "gram", "weight_decay": 0.0},
@@ -83,6 +85,10 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
     accepted = _accepted_params(name, params, config)
     if accepted is not None:
         _check_arguments(params, accepted, "optimizer.params", name)
+    if name.lower() == "muon" and params.get("ns_method", "gram") not in _NS_METHODS:
+        raise ValueError(
+            f'"optimizer.params.ns_method" must be one of {", ".join(_NS_METHODS)}, got {describe(params["ns_method"])}'
+        )
     _check_ranges(params)
 
 

@@ -114,6 +114,20 @@ class Exchange:
     def _all_to_all(self, rows: Tensor, received: Tensor) -> None:
         dist.all_to_all_single(received, rows, group=self.group)
 
+    def all_to_all_uneven(
+        self, send: Tensor, sizes: Sequence[int], received: Tensor, received_sizes: Sequence[int]
+    ) -> int:
+        """As `all_to_all`, with parts of any length: `sizes[r]` elements for rank r, one behind the other.
+
+        Args:
+            send, received: [sum of the sizes], the same dtype; this rank has nothing for itself.
+
+        Returns:
+            Bytes sent by this rank.
+        """
+        dist.all_to_all_single(received, send, list(received_sizes), list(sizes), group=self.group)
+        return send.numel() * send.element_size()
+
     def table(self, values: list[float], device: torch.device) -> list[list[float]]:
         """A few float64 numbers of every rank, one row per rank; the same bits on all ranks."""
         if self.world_size == 1:
@@ -155,6 +169,12 @@ class GlooExchange(Exchange):
     def _all_to_all(self, rows: Tensor, received: Tensor) -> None:
         self._swap(list(rows), list(received))
 
+    def all_to_all_uneven(
+        self, send: Tensor, sizes: Sequence[int], received: Tensor, received_sizes: Sequence[int]
+    ) -> int:
+        self._swap(send.split(list(sizes)), received.split(list(received_sizes)))
+        return send.numel() * send.element_size()
+
     def scratch_bytes(self, flat: Tensor) -> int:
         """As the base, and the buffer for what arrives, which is kept."""
         if self.world_size == 1:
@@ -162,11 +182,15 @@ class GlooExchange(Exchange):
         return super().scratch_bytes(flat) + flat.numel() * self.wire_dtype.itemsize
 
     def _swap(self, out: Sequence[Tensor], into: Sequence[Tensor]) -> None:
-        """Send `out[r]` to every other rank r and receive its message in `into[r]`; own entries are left alone."""
+        """Send `out[r]` to every other rank r and receive its message in `into[r]`; own entries are left alone.
+
+        Empty messages are not sent.
+        """
         others = [(self.rank + step) % self.world_size for step in range(1, self.world_size)]
         # All receives first: a send makes progress once the receiver has said where to, and may not wait behind data.
-        works = [dist.irecv(into[r].view(torch.uint8), group=self.group, group_src=r) for r in reversed(others)]
-        works += [dist.isend(out[r].view(torch.uint8), group=self.group, group_dst=r) for r in others]
+        sources, targets = [r for r in reversed(others) if into[r].numel()], [r for r in others if out[r].numel()]
+        works = [dist.irecv(into[r].view(torch.uint8), group=self.group, group_src=r) for r in sources]
+        works += [dist.isend(out[r].view(torch.uint8), group=self.group, group_dst=r) for r in targets]
         for work in works:
             assert work is not None, "this rank is a member of the group"
             work.wait()

@@ -47,10 +47,6 @@ class BaseOptimizer:
     def check_state(self) -> None:
         """Raises: ValueError if loaded state does not belong to these partitions."""
 
-    def share_state(self, owner: torch.optim.Optimizer) -> None:
-        """Keep the state where `owner` keeps it, which loading a checkpoint may have replaced."""
-        self._optimizer.state = owner.state
-
     def step(self, index: int, hyper: Hyper, grad: Tensor) -> None:
         """(theta, S) <- Opt(theta, S, grad) for group `index`; `grad` [partition] fp32 may be overwritten."""
         self._forget_running_products(index, hyper)

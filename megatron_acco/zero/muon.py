@@ -14,14 +14,38 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from megatron_acco.ds_json.optimizers import is_muon
 from megatron_acco.zero.buffers import Slot
 from megatron_acco.zero.collectives import Exchange
 from megatron_acco.zero.estimate import BaseOptimizer, Hyper
 
 MOMENTUM = "momentum_buffer"
+
+
+def base_optimizer(
+    optimizer: torch.optim.Optimizer, exchange: Exchange, slots: Sequence[Slot], tensor_parallel: int
+) -> BaseOptimizer:
+    """The base optimizer of a training with `tensor_parallel` ranks to a replica; other arguments as `MuonOptimizer`.
+
+    Raises:
+        ValueError: Muon, and matrices that are split over tensor-parallel ranks, or no Adam of DeepSpeed's beside it.
+    """
+    if not is_muon(optimizer):
+        return BaseOptimizer(optimizer)
+    if tensor_parallel > 1:
+        raise ValueError(
+            f"acco with Muon needs whole matrices on a rank: tensor parallelism must be 1, it is {tensor_parallel}; "
+            f"use AdamW"
+        )
+    adam = optimizer.aux_optimizer  # type: ignore[attr-defined]
+    if adam is None and not all(group["use_muon"] for group in optimizer.param_groups):
+        raise ValueError(
+            'acco with Muon needs DeepSpeed\'s fused Adam for what is not a matrix: name "Muon" in the JSON; if so, '
+            "DeepSpeed could not build it, and says why above"
+        )
+    return MuonOptimizer(optimizer, exchange, slots)
 
 
 class MuonOptimizer(BaseOptimizer):
@@ -39,8 +63,9 @@ class MuonOptimizer(BaseOptimizer):
         """
         super().__init__(optimizer)
         self._exchange = exchange
-        adam = optimizer.aux_optimizer  # type: ignore[attr-defined]
-        self._adam = None if adam is None else BaseOptimizer(adam)
+        # None where all groups are Muon's.
+        self._others: torch.optim.Optimizer = optimizer.aux_optimizer or optimizer  # type: ignore[attr-defined]
+        self._adam = BaseOptimizer(self._others)
         self._adam_index: dict[int, int] = {}
         self._matrices: dict[int, ShardedMatrices] = {}
         for index, group in enumerate(optimizer.param_groups):
@@ -55,7 +80,7 @@ class MuonOptimizer(BaseOptimizer):
         """Raises: ValueError if a loaded momentum does not belong to the shard."""
         for index in self._matrices:
             param = self._param(index)
-            momentum = self._optimizer.state[param].get(MOMENTUM)
+            momentum = self._optimizer.state.get(param, {}).get(MOMENTUM)
             if momentum is not None and momentum.shape != param.shape:
                 raise ValueError(
                     f"the checkpoint's Muon momentum has {momentum.numel()} elements, a shard has {param.numel()}: it "
@@ -66,7 +91,8 @@ class MuonOptimizer(BaseOptimizer):
     def step(self, index: int, hyper: Hyper, grad: Tensor) -> None:
         """As the base."""
         if index not in self._matrices:
-            self._adam_step(index, hyper, grad)
+            self._share_state()
+            self._adam.step(self._adam_index[index], hyper, grad)
             return
         param = self._param(index)
         momentum = self._optimizer.state[param].setdefault(MOMENTUM, torch.zeros_like(param, requires_grad=False))
@@ -80,10 +106,11 @@ class MuonOptimizer(BaseOptimizer):
     def look_ahead(self, index: int, hyper: Hyper, grad: Tensor, scale: float, out: Tensor) -> None:
         """As the base."""
         if index not in self._matrices:
-            self._adam_look_ahead(index, hyper, grad, scale, out)
+            self._share_state()
+            self._adam.look_ahead(self._adam_index[index], hyper, grad, scale, out)
             return
         param, beta = self._param(index), hyper["momentum"]
-        momentum = self._optimizer.state[param].get(MOMENTUM)
+        momentum = self._optimizer.state.get(param, {}).get(MOMENTUM)
         update = grad * scale
         following = update * (1 - beta) if momentum is None else momentum.lerp(update, 1 - beta)
         update.lerp_(following, beta)
@@ -92,26 +119,16 @@ class MuonOptimizer(BaseOptimizer):
         shown = param.detach() * (1 - hyper["lr"] * hyper["weight_decay"])
         out.copy_(shown.add_(update, alpha=-hyper["lr"]))
 
-    def _adam_step(self, index: int, hyper: Hyper, grad: Tensor) -> None:
-        if self._adam is None:
-            super().step(index, hyper, grad)
-            return
-        self._adam.share_state(self._optimizer)
-        self._adam.step(self._adam_index[index], hyper, grad)
-
-    def _adam_look_ahead(self, index: int, hyper: Hyper, grad: Tensor, scale: float, out: Tensor) -> None:
-        if self._adam is None:
-            super().look_ahead(index, hyper, grad, scale, out)
-            return
-        self._adam.share_state(self._optimizer)
-        self._adam.look_ahead(self._adam_index[index], hyper, grad, scale, out)
+    def _share_state(self) -> None:
+        """Loading gives the optimizer another dict of state, of which its Adam hears in the optimizer's own step."""
+        self._others.state = self._optimizer.state
 
     def _orthogonalize(self, index: int, hyper: Hyper, update: Tensor) -> None:
         """U -> O(U) in this rank's shard `update` [partition] fp32. Collective."""
         from deepspeed.runtime.zero.muon.original_muon import muon_update
 
         matrices = self._matrices[index]
-        received, sent = matrices.exchange(update, self._exchange.group)
+        received, sent = matrices.exchange(update, self._exchange)
         self.bytes_sent += sent
         for matrix in matrices.own:
             whole, part = matrix.assemble(update, received), matrix.own
@@ -196,14 +213,14 @@ class ShardedMatrices:
             start += part.numel
         self.own = [Matrix(slot, part, tuple(o)) for (slot, part), o in zip(mine, others, strict=True)]
 
-    def exchange(self, shard: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, int]:
+    def exchange(self, shard: Tensor, exchange: Exchange) -> tuple[Tensor, int]:
         """What the other ranks hold of this rank's matrices, and the bytes that this rank sent. Collective."""
         received = shard.new_empty(sum(self._received))
-        if self._any_cut:
-            parts = [shard.narrow(0, part.in_shard, part.numel) for parts in self._to for part in parts]
-            send = torch.cat(parts) if parts else shard.new_empty(0)
-            dist.all_to_all_single(received, send, self._received, self._sent, group=group)
-        return received, sum(self._sent) * shard.element_size()
+        if not self._any_cut:
+            return received, 0
+        parts = [shard.narrow(0, part.in_shard, part.numel) for parts in self._to for part in parts]
+        send = torch.cat(parts) if parts else shard.new_empty(0)
+        return received, exchange.all_to_all_uneven(send, self._sent, received, self._received)
 
 
 def _parts(slot: Slot, size: int) -> dict[int, Part]:

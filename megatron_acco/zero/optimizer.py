@@ -16,15 +16,14 @@ from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 from torch import Tensor
 
 from megatron_acco.config import AccoConfig, Mode
-from megatron_acco.ds_json.optimizers import is_muon
 from megatron_acco.zero.access import link_parameters, unlink_parameters
 from megatron_acco.zero.advice import Adviser
 from megatron_acco.zero.buffers import GradBuffers, Slot
 from megatron_acco.zero.coarse import CoarseExchange
 from megatron_acco.zero.collectives import clone_group, give_back_group, group_limit, make_exchange
-from megatron_acco.zero.estimate import BaseOptimizer, capture_hyper_parameters
+from megatron_acco.zero.estimate import capture_hyper_parameters
 from megatron_acco.zero.lane import DeviceClock, Lane, Ticket
-from megatron_acco.zero.muon import MuonOptimizer
+from megatron_acco.zero.muon import base_optimizer
 from megatron_acco.zero.parallel import TensorParallel
 from megatron_acco.zero.report import RoundReport
 from megatron_acco.zero.rounds import Launch, Rounds
@@ -61,11 +60,6 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
                 f"DeepSpeed's ZeRO rebuilds {type(self.optimizer).__name__} with one parameter group, but there are "
                 f"{len(self.bit16_groups)}; use one group, or AdamW"
             )
-        if is_muon(self.optimizer) and self.model_parallel_world_size > 1:
-            raise ValueError(
-                f"acco with Muon needs whole matrices on a rank: tensor parallelism must be 1, it is "
-                f"{self.model_parallel_world_size}; use AdamW"
-            )
         self.acco = acco
         self.on_commit: Callable[[RoundReport], None] = lambda report: None
         self.update = 0
@@ -95,11 +89,7 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         self.lane = Lane(f"acco-lane-{dist.get_rank()}", group_limit(self.dp_process_group))
         self._own_groups = [clone_group(self.dp_process_group)]
         exchange = make_exchange(self._own_groups[0], self.communication_data_type)
-        self._base = (
-            MuonOptimizer(self.optimizer, exchange, self._slots())
-            if is_muon(self.optimizer)
-            else BaseOptimizer(self.optimizer)
-        )
+        self._base = base_optimizer(self.optimizer, exchange, self._slots(), self.model_parallel_world_size)
         self._rounds = Rounds(
             exchange,
             self._tensor_parallel(exchange.rank),

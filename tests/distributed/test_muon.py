@@ -121,6 +121,60 @@ def test_a_resumed_run_is_the_same_run(ranks, tmp_path) -> None:
     check(other, oracle, 2e-5)
 
 
+def momentum_of_zero1(folder: str) -> str:
+    """Job: save DeepSpeed's own ZeRO-1 and load it under ACCO; the refusal, and whether theta alone is taken."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    optimizer = {"optimizer": {"type": "Muon", "params": MUON}}
+    model = Net(SIZES)
+    with engine_for(model, Run(None).config() | optimizer, None, groups=list(model.parameters())) as (engine, _):
+        for micro in range(4):
+            engine.backward(engine(*batch(0, torch.distributed.get_rank(), micro)))
+            engine.step()
+        engine.save_checkpoint(folder)
+        want = [p.detach().clone() for p in model.parameters()]
+    model = Net(SIZES, seed=9)
+    with engine_for(model, Run("acco").config() | optimizer, None, groups=list(model.parameters())) as (engine, _):
+        try:
+            engine.load_checkpoint(folder)
+        except ValueError as refusal:
+            engine.load_checkpoint(folder, load_optimizer_states=False)
+            assert all(map(torch.equal, want, model.parameters()))
+            return str(refusal)
+    return ""
+
+
+def test_momentum_of_whole_matrices_is_refused(ranks, tmp_path) -> None:
+    messages = ranks(2).run(momentum_of_zero1, str(tmp_path))
+    assert any("load_optimizer_states=False" in message for message in messages), messages
+    assert all(messages)
+
+
+def only_muon_or_its_own_adam(own_adam: bool) -> str:
+    """Job: an engine over MuonWithAuxAdam built by the script, of matrices only or with Adam steps of its own."""
+    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
+
+    model = Net(SIZES)
+    for p in model.parameters():
+        p.use_muon = p.dim() > 1
+        p.requires_grad_(own_adam or p.use_muon)
+    groups = [
+        {"params": [p for p in model.parameters() if p.use_muon is kind], "use_muon": kind} for kind in (True, False)
+    ]
+    try:
+        with engine_for(model, Run("acco").config(), MuonWithAuxAdam(groups[: 1 + own_adam])) as (engine, zero):
+            rounds, _ = run_updates(engine, zero, range(2))
+            return f"{sum(r.applied for r in rounds)} rounds"
+    except ValueError as refusal:
+        return str(refusal)
+
+
+def test_of_a_script_works_without_adam_steps_of_its_own(ranks) -> None:
+    assert ranks(2).run(only_muon_or_its_own_adam, False) == ["4 rounds"] * 2
+    for message in ranks(2).run(only_muon_or_its_own_adam, True):
+        assert "fused Adam" in message
+
+
 def megatron_matrices(tp: int) -> list[str] | str:
     """Job: the parameters of a Llama-like megatron-core model that Muon gets, or why there is no engine."""
     import megatron_acco

@@ -244,6 +244,19 @@ def test_acco_optimizer_built_by_the_script_is_refused_too() -> None:
 # ---- names of optimizers and schedulers (B59) ------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"ns_method": "newton"}, "one of gram, standard"),
+        ({"muon_Ir": 0.1}, 'did you mean "muon_lr"'),
+        ({"adam_lr": -1}, "0 or more"),
+    ],
+)
+def test_arguments_of_muon_are_checked(params: dict[str, object], message: str) -> None:
+    """DeepSpeed leaves out what it does not know, and says the rest after the model is built."""
+    assert message in refusal(base(optimizer={"type": "Muon", "params": {"lr": 0.01, **params}}))
+
+
 @pytest.mark.parametrize(("name", "close"), [("AdmW", "AdamW"), ("sgd", "SGD"), ("rmsprop", "RMSprop")])
 def test_unknown_optimizer_is_refused_with_the_right_name(name: str, close: str) -> None:
     assert f'did you mean "{close}"' in refusal(base(optimizer={"type": name, "params": {}}))
