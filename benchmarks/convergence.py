@@ -47,6 +47,10 @@ METHODS: dict[str, dict[str, Any] | None] = {
     "acco-unequal": {"estimate_fraction": UNEQUAL},
     **{f"acco-{bits}-bit": {"estimate_bits": bits} for bits in (8, 4)},
     **{f"acco-{bits}-bit-unequal": {"estimate_bits": bits, "estimate_fraction": UNEQUAL} for bits in (8, 4)},
+    # Estimates by groups of ranks.
+    "acco-alone": {"estimate_group": 1},
+    "acco-alone-unequal": {"estimate_group": 1, "estimate_fraction": UNEQUAL},
+    "acco-pairs": {"estimate_group": 2},
     "acco-4-bit-stochastic": {"estimate_bits": 4, "estimate_stochastic_rounding": True},
 }
 BASELINE = "zero1"

@@ -14,6 +14,8 @@ SECTION = "acco"
 AUTO = "auto"
 # The first of them is not quantized.
 ESTIMATE_BITS = (32, 16, 8, 4)
+# Values of estimate_group that are no size.
+ALL, NODE = "all", "node"
 # Options of which "auto" is a value.
 MAY_BE_AUTO = ("estimate_fraction",)
 
@@ -109,6 +111,13 @@ class AccoConfig:
         "Round the values of a quantized estimate up or down at random, right on average, instead of to the nearest "
         "step.",
     )
+    estimate_group: int | str = _option(
+        ALL,
+        "Mode `acco` only. The data-parallel ranks that exchange an estimate: `all`; `node`, those of a host; or a "
+        "number n, n consecutive ranks. Each group then makes an estimate of its own, from its gradients, and holds "
+        "all of the optimizer state (12 P / n bytes per rank with Adam, instead of 12 P / N). Commits go over all "
+        "ranks (docs/BEYOND_THE_PAPER.md).",
+    )
     warmup_updates: int = _option(
         0,
         "Number of updates at the start of training made with `sync` rounds before `mode` takes over. Early in "
@@ -160,6 +169,9 @@ class AccoConfig:
                 f'"{where}.estimate_stochastic_rounding" rounds what "{where}.estimate_bits" quantizes, which is 32 '
                 f"(not quantized); set it to 16, 8 or 4"
             )
+        size = self.estimate_group
+        if size not in (ALL, NODE) and (isinstance(size, str) or size < 1):
+            raise ValueError(f'"{where}.estimate_group" must be "{ALL}", "{NODE}" or a number of ranks, got {size!r}')
         for name in ("warmup_updates", "abort_after_skipped_updates"):
             if getattr(self, name) < 0:
                 raise ValueError(f'"{where}.{name}" must be 0 or more, got {getattr(self, name)}')
@@ -181,6 +193,11 @@ class AccoConfig:
     def coarse(self) -> bool:
         """Whether there are estimates and their exchange is quantized."""
         return self.mode is Mode.ACCO and self.estimate_bits != ESTIMATE_BITS[0]
+
+    @property
+    def estimating_ranks(self) -> int | str:
+        """Which data-parallel ranks exchange an estimate together: "all", "node" or a number of them."""
+        return self.estimate_group if self.mode is Mode.ACCO else ALL
 
     @property
     def auto_fraction(self) -> bool:
@@ -246,6 +263,10 @@ def _parse(path: str, default: Any, value: Any) -> Any:
     if isinstance(default, bool):
         if not isinstance(value, bool):
             raise ValueError(f'"{path}" must be true or false, got {value!r}')
+        return value
+    if isinstance(default, str):
+        if isinstance(value, bool) or not isinstance(value, (int, str)):
+            raise ValueError(f'"{path}" must be a name or a whole number, got {value!r}')
         return value
     if isinstance(default, int):
         if isinstance(value, bool) or not isinstance(value, int):

@@ -15,7 +15,7 @@ from enum import Enum
 from pathlib import Path
 from typing import Any
 
-from megatron_acco.config import AUTO, MAY_BE_AUTO, AccoConfig
+from megatron_acco.config import ALL, AUTO, MAY_BE_AUTO, NODE, AccoConfig
 
 BEGIN = "<!-- acco reference: begin -->"
 END = "<!-- acco reference: end -->"
@@ -59,13 +59,15 @@ def _type(field: Field[Any]) -> str:
     default = field.default
     if isinstance(default, Enum):
         return " or ".join(f'`"{member.value}"`' for member in type(default))
+    if isinstance(default, str):
+        return f'`"{ALL}"`, `"{NODE}"` or whole number'
     kind = {bool: "true or false", int: "whole number", float: "number"}[type(default)]
     return f'{kind} or `"{AUTO}"`' if field.name in MAY_BE_AUTO else kind
 
 
 def _json(default: Any) -> str:
-    if isinstance(default, Enum):
-        return f'"{default.value}"'
+    if isinstance(default, str):
+        return f'"{default}"'
     return str(default).lower() if isinstance(default, bool) else str(default)
 
 

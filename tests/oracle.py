@@ -110,13 +110,14 @@ class Update:
     Attributes:
         theta: theta_{t+1}.
         state: S_{t+1}.
-        estimate: theta~_{t+1} (mode acco outside the warm-up; None otherwise).
+        estimate: theta~_{t+1} (mode acco outside the warm-up; None otherwise), of the first of the estimate groups.
         shown: weights that the commit showed to compute (theta_{t+1}; in mode wp the prediction).
         estimate_norm, commit_norm: norms of the averaged gradients before clipping.
         applied: False if the update was skipped.
         micro_batches: total count in the commit's average.
         lr_factor: factor on every group's learning rate in this update.
         loss_scales: with a loss scaler, the scales of the first and of the second half.
+        estimates, estimate_norms: of every estimate group.
     """
 
     theta: Params
@@ -129,6 +130,8 @@ class Update:
     micro_batches: int
     lr_factor: float
     loss_scales: tuple[float, float] = (1.0, 1.0)
+    estimates: Sequence[Params] = ()
+    estimate_norms: Sequence[float] = ()
 
 
 def apply_rule(rule: Rule, theta: Array, state: dict, grad: Array, lr: float) -> tuple[Array, dict]:
@@ -194,6 +197,7 @@ class Oracle:
         wire: a rank's sum -> what of it arrives at the owner of a shard.
         coarse_sum: (sums of g~ by rank) -> their sum as the owners of the shards see it in an estimate.
         coarse_shown: (theta_t, estimate) -> the estimate as compute sees it. Neither touches the commit.
+        estimate_groups: ranks that make an estimate from their own gradients; None: all ranks together.
     """
 
     theta: Params
@@ -210,13 +214,14 @@ class Oracle:
     wire: Callable[[Array], Array] = lambda total: total
     coarse_sum: Callable[[Sequence[Params]], Params] | None = None
     coarse_shown: Callable[[Params, Params], Params] | None = None
+    estimate_groups: Sequence[Sequence[int]] | None = None
     state: State = field(default_factory=dict)
     update: int = 0
     applied: int = 0
 
     def __post_init__(self) -> None:
         self.theta = {name: np.asarray(value, dtype=np.float64).copy() for name, value in self.theta.items()}
-        self._estimate = self.theta  # theta~_t
+        self._estimates = [self.theta] * self.ranks  # theta~_t, as each rank has it
         self._before = self.theta  # weights in use while the commit of update t-1 is in flight (dpu, wp)
         self._shown = self.theta  # what the commit of update t-1 shows once it has arrived
         self._untold: bool | None = None  # outcome of a commit that the loss scaler has not heard of
@@ -236,8 +241,11 @@ class Oracle:
         self.update += 1
         return record
 
-    def _sum(self, weights: Params, t: int, half: int | None) -> tuple[Params, int, float]:
-        """Sum of gradients at `weights` over ranks and the micro-batches of one half (None: the whole update).
+    def _sum(self, weights: Params | list[Params], t: int, half: int | None) -> tuple[Params, int, float]:
+        """Sum of gradients over ranks and the micro-batches of one half (None: the whole update).
+
+        Args:
+            weights: where they are taken; a list if that differs by rank.
 
         Returns the sum, the number of micro-batches and the loss scale.
         """
@@ -251,7 +259,8 @@ class Oracle:
             micros = {0: range(first), 1: range(first, first + second), None: range(first + second)}[half]
             own = {name: np.zeros_like(value) for name, value in self.theta.items()}
             for k in micros:
-                for name, g in self.gradient(weights, t, rank, k, *scaled).items():
+                at = weights[rank] if isinstance(weights, list) else weights
+                for name, g in self.gradient(at, t, rank, k, *scaled).items():
                     own[name] = self.add(own[name], g)
                 count += 1
             for name, g in own.items():
@@ -283,28 +292,42 @@ class Oracle:
         return new_theta, new_state
 
     def _acco(self, t: int) -> Update:
-        first, n_first, first_scale = self._sum(self._estimate, t, 0)
+        first, n_first, first_scale = self._sum(self._estimates, t, 0)
         first_sums = self._sums
-        seen = first if self.coarse_sum is None else self.coarse_sum(first_sums)
+        groups = self.estimate_groups or [range(self.ranks)]
+        seen = [self._seen([first_sums[rank] for rank in group], first_scale) for group in groups]
         self._tell_scaler()
         second, n_second, second_scale = self._sum(self.theta, t, 1)
         if self.coarse_sum is not None:
             second = self._whole_sum(first_sums, second_scale)
             first = {name: np.zeros_like(g) for name, g in first.items()}
         factor = self.lr_factor(self.applied)
-        estimate, estimate_norm = self.theta, 0.0
-        if n_first and _finite(seen):
-            average = {name: g / n_first for name, g in seen.items()}
-            estimate_norm = norm(self._trained(average))
-            estimate, _ = self._opt(self.theta, self.state, self._trained(average))
-            if self.coarse_shown is not None:
-                estimate = self.coarse_shown(self.theta, estimate)
+        estimates, norms = [], []
+        for group, total in zip(groups, seen, strict=True):
+            count = sum(self.counts(t, rank)[0] for rank in group)
+            estimates.append(self.theta)
+            norms.append(0.0)
+            if count and _finite(total):
+                average = self._trained({name: g / count for name, g in total.items()})
+                norms[-1] = norm(average)
+                estimates[-1], _ = self._opt(self.theta, self.state, average)
+                if self.coarse_shown is not None:
+                    estimates[-1] = self.coarse_shown(self.theta, estimates[-1])
         theta, state, commit_norm, applied = self._commit(first, second, n_first + n_second)
         # While the commit of update t is in flight, compute goes on at the estimate made from its first half.
-        self._estimate = estimate
+        for group, estimate in zip(groups, estimates, strict=True):
+            for rank in group:
+                self._estimates[rank] = estimate
         self._before = self._shown = theta
         count, scales = n_first + n_second, (first_scale, second_scale)
-        return Update(theta, state, estimate, theta, estimate_norm, commit_norm, applied, count, factor, scales)
+        figures = (commit_norm, applied, count, factor, scales, estimates, norms)
+        return Update(theta, state, estimates[0], theta, norms[0], *figures)
+
+    def _seen(self, sums: Sequence[Params], scale: float) -> Params:
+        """What the owners of an estimate see of these ranks' first halves."""
+        if self.coarse_sum is not None:
+            return self.coarse_sum(sums)
+        return {name: sum(self.wire(own[name] * scale) / scale for own in sums) for name in sums[0]}
 
     def _whole(self, t: int, mode: str) -> Update:
         weights = self.theta if mode == "sync" else self._before
@@ -321,7 +344,7 @@ class Oracle:
         # (sync) there is nothing in flight.
         self._before = shown if mode == "sync" else self._shown
         self._shown = shown
-        self._estimate = theta
+        self._estimates = [theta] * self.ranks
         return Update(theta, state, None, shown, 0.0, commit_norm, applied, count, factor, (scale, scale))
 
     def _commit(self, first: Params, second: Params, count: int) -> tuple[Params, State, float, bool]:

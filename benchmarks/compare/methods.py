@@ -45,6 +45,11 @@ class Method:
         return (self.acco or {}).get("estimate_bits")
 
     @property
+    def local_estimates(self) -> bool:
+        """Estimates are made without communication, there being one rank to a host."""
+        return (self.acco or {}).get("estimate_group") == "node"
+
+    @property
     def most_per_half(self) -> int:
         """Limit of adaptive accumulation."""
         return (self.acco or {}).get("max_micro_batches_per_half", 0)
@@ -67,6 +72,7 @@ METHODS: dict[str, Method] = {
     ),
     "auto": Method("auto", acco={"mode": "acco", "fallback": "auto"}),
     "acco-8-bit": Method("acco-coarse", acco={"mode": "acco", "estimate_bits": 8, "estimate_fraction": "auto"}),
+    "acco-node": Method("acco-coarse", acco={"mode": "acco", "estimate_group": "node", "estimate_fraction": "auto"}),
     "acco-4-bit": Method("acco-coarse", acco={"mode": "acco", "estimate_bits": 4, "estimate_fraction": "auto"}),
 }
 BASELINES = ("zero1", "zero1-overlap")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from megatron_acco.config import AccoConfig, Mode
+from megatron_acco.config import ALL, NODE, AccoConfig, Mode
 from megatron_acco.ds_json.check import AUTO, describe
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
@@ -80,6 +80,9 @@ def describe_batch(config: Mapping[str, Any], dp_world_size: int, acco: AccoConf
         return f"{line}; mode {acco.mode.value}, one exchange per update{waited}"
     first = acco.first_half_micro_batches(steps)
     kind = f"an estimate in {acco.estimate_bits} bits" if acco.coarse else "an estimate"
+    if acco.estimating_ranks != ALL:
+        who = "a node's ranks" if acco.estimating_ranks == NODE else f"{acco.estimating_ranks} ranks"
+        kind += f" of {who}"
     return (
         f"{line}; mode acco, {STEPS} counts a whole update: {kind} after the first {first} and a commit after "
         f"the other {steps - first} of each rank's {steps} micro-batches"

@@ -90,13 +90,13 @@ def _get_gradient(optimizer: AccoZeroOptimizer, slot: Slot) -> Tensor:
         )
     optimizer.drain()
     local, kept, kept_micro_batches, micro_batches = optimizer.gradient_parts(slot)
-    total = torch.cat([local.flatten(), local.new_tensor([float(micro_batches)])])
+    total = torch.cat([local.flatten(), local.new_tensor([float(micro_batches + kept_micro_batches)])])
     mapping = param._hp_mapping  # type: ignore[attr-defined]
     if mapping is not None and kept is not None:
         own, place = mapping.hp_fragment_address, mapping.lp_fragment_address
         total.narrow(0, place.start, place.numel).add_(kept.narrow(0, own.start, own.numel))
-    dist.all_reduce(total, group=optimizer.dp_process_group)
-    count = float(total[-1]) + kept_micro_batches
+    dist.all_reduce(total, group=optimizer.data_parallel_group)
+    count = float(total[-1])
     if count == 0:
         raise RuntimeError(
             "safe_get_full_grad: no gradient. The gradients of an update are there from its first backward() until the "

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from megatron_acco.config import ESTIMATE_BITS, AccoConfig, Fallback, Mode
+from megatron_acco.config import ALL, ESTIMATE_BITS, AccoConfig, Fallback, Mode
 from megatron_acco.cost_model import Costs
 from megatron_acco.zero.report import RoundReport
 from megatron_acco.zero.schedule import RoundKind
@@ -228,10 +228,10 @@ class Adviser:
         costs = replace(self._costs(window), compute=compute / steps)
         share = exposed / (compute + exposed)
         halves = self._halves(window)
-        coarse = len(halves) == 2 and config.coarse
+        unlike = len(halves) == 2 and (config.coarse or config.estimating_ranks != ALL)
         covers = (
             f"an exchange takes {costs.exchange:.3g} s, "
-            + (f"an estimate's {costs.estimate:.3g} s, " if coarse else "")
+            + (f"an estimate's {costs.estimate:.3g} s, " if unlike else "")
             + (
                 f"the halves of an update compute {halves[0]:.3g} s and {halves[1]:.3g} s"
                 if len(halves) == 2

@@ -12,12 +12,14 @@ import torch.distributed as dist
 from deepspeed.runtime.engine import DeepSpeedEngine
 from deepspeed.utils import log_dist
 
+from megatron_acco.config import NODE, AccoConfig
 from megatron_acco.zero import shards
 
 
 class CheckpointEngine(DeepSpeedEngine):
     """DeepSpeedEngine with an AccoZeroOptimizer: its checkpoints hold theta_t, and are loaded whole or not at all."""
 
+    acco: AccoConfig
     loaded_checkpoint_dp_world_size: int
     _shard: Any = None
 
@@ -45,7 +47,39 @@ class CheckpointEngine(DeepSpeedEngine):
             if isinstance(tensor, torch.nn.Parameter) and name in module_state_dict
         }
         shapes = {name: tensor.shape for name, tensor in frozen.items()}
-        return {**state, "frozen_param_shapes": shapes, "frozen_param_fragments": frozen}
+        # The ranks among which the optimizer state is cut, which is what all readers take it for.
+        parts = dist.get_world_size(self.optimizer.dp_process_group)
+        return {**state, "frozen_param_shapes": shapes, "frozen_param_fragments": frozen, "dp_world_size": parts}
+
+    def _configure_checkpointing(self) -> None:
+        """As the base, which knows by its numbers which ranks are of the first group that holds all shards.
+
+        Raises:
+            ValueError: groups of ranks that are no hosts, and hosts that keep their own files.
+        """
+        super()._configure_checkpointing()
+        levels = getattr(self.optimizer, "levels", None)
+        if levels is None:
+            return
+        if self.use_node_local_storage() and self.acco.estimate_group != NODE:
+            raise ValueError(
+                f'"checkpoint.use_node_local_storage" needs all optimizer files of a group on one host: give '
+                f'"acco.estimate_group": "{NODE}" instead of {self.acco.estimate_group}'
+            )
+        self.save_zero_checkpoint = levels.index == 0 or self.use_node_local_storage()
+
+    def _save_checkpoint(self, save_dir: str, tag: str, *args: Any, **kwargs: Any) -> None:
+        """As the base; groups of ranks whose shards another one saves add the estimate that only they have."""
+        super()._save_checkpoint(save_dir, tag, *args, **kwargs)
+        if not self.save_zero_checkpoint:
+            state = {shards.EXTRAS_KEY: self.optimizer.shown_state()}
+            self.checkpoint_engine.save(state, self._group_file(save_dir, tag))
+
+    def _group_file(self, folder: str, tag: str) -> str:
+        """Of this rank, beside DeepSpeed's files."""
+        levels, rank = self.optimizer.levels, dist.get_rank(self.optimizer.dp_process_group)
+        name = f"acco_group_{levels.index}_rank_{rank}_mp_rank_{self.checkpoint_mp_rank:02d}_estimate.pt"
+        return str(Path(folder) / str(tag) / name)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> Any:
         """As the base; then compute is shown what it was shown at the save (theta~ and its kin), else theta.
@@ -109,7 +143,11 @@ class CheckpointEngine(DeepSpeedEngine):
         def own() -> Any:
             if saved_ranks != dist.get_world_size(group=self.optimizer.dp_process_group):
                 return None
-            return shards.load(files([rank])[0], mapped=False)[shards.OPTIMIZER_STATE_DICT]
+            state = shards.load(files([rank])[0], mapped=False)[shards.OPTIMIZER_STATE_DICT]
+            levels = self.optimizer.levels
+            if levels is None or self.save_zero_checkpoint or not Path(self._group_file(load_dir, tag)).is_file():
+                return state
+            return {**state, **shards.load(self._group_file(load_dir, tag), mapped=False)}
 
         def all_cut() -> Any:
             every = (shards.load(name, mapped=True)[shards.OPTIMIZER_STATE_DICT] for name in files(range(saved_ranks)))

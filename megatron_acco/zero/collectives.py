@@ -18,14 +18,19 @@ def give_back_group(group: dist.ProcessGroup) -> None:
     _free_groups.setdefault(key, []).append(group)
 
 
-def clone_group(group: dist.ProcessGroup, backend: str | None = None) -> dist.ProcessGroup:
+def clone_group(
+    group: dist.ProcessGroup, backend: str | None = None, members: Sequence[int] | None = None
+) -> dist.ProcessGroup:
     """A process group of its own over the ranks of `group`, with the same time limit and, by default, backend.
 
-    Two threads must never issue collectives on one communicator, hence the lane's own. Only the members of `group`
-    take part in the call. A group that an earlier engine gave back is used again: each has threads and connections,
-    and torch would give a new one after a destroyed one the same name, with the old addresses in the store.
+    Two threads must never issue collectives on one communicator, hence the lane's own. Only its members take part in
+    the call: all of `group`, or those at the places `members`. A group that an earlier engine gave back is used again:
+    each has threads and connections, and torch would give a new one after a destroyed one the same name, with the old
+    addresses in the store.
     """
     backend, ranks = backend or dist.get_backend(group), dist.get_process_group_ranks(group)
+    if members is not None:
+        ranks = [ranks[place] for place in members]
     free = _free_groups.get((backend, tuple(ranks)), [])
     while free:
         candidate = free.pop()
@@ -55,6 +60,8 @@ class Exchange:
         self.world_size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
         self.wire_dtype = wire_dtype
+        # Rows of `table` by group; each group's ranks hold all shards, in order.
+        self.groups: tuple[tuple[int, ...], ...] = (tuple(range(self.world_size)),)
 
     def own_slice(self, flat: Tensor) -> Tensor:
         """This rank's slice of `flat`."""
@@ -200,6 +207,61 @@ class GlooExchange(Exchange):
         if self._scratch.numel() < size:
             self._scratch = torch.empty(size, dtype=torch.uint8)
         return self._scratch[:size].view(flat.dtype)
+
+
+class TwoLevelExchange(Exchange):
+    """A reduce-scatter inside a group of ranks, then a sum over the groups; shards are those of a rank of a group.
+
+    Of what a group sends to others each byte crosses once, and the sum is the same bits on all groups.
+    """
+
+    def __init__(self, inner: Exchange, outer: Exchange, whole: Exchange, groups: tuple[tuple[int, ...], ...]) -> None:
+        """
+        Args:
+            inner: over the ranks of this rank's group.
+            outer: over the ranks that hold the same shard, one per group.
+            whole: over all of them.
+            groups: the members of every group, as ranks of `whole`.
+        """
+        super().__init__(inner.group, inner.wire_dtype)
+        self.groups = groups
+        self._inner, self._outer, self._whole = inner, outer, whole
+        self._scratch = self._part = torch.empty(0)
+
+    def reduce_scatter(self, flat: Tensor, shard: Tensor, accumulate: bool, factor: float = 1.0) -> int:
+        """As the base; what is in `shard` before, if `accumulate`, is this group's and summed over the groups, too."""
+        sent = self._inner.reduce_scatter(flat, shard, accumulate, factor)
+        outer, elements = self._outer, shard.numel()
+        size = self._padded(elements)
+        if self._scratch.numel() < size:
+            self._scratch = torch.empty(size, dtype=self.wire_dtype, device=shard.device)
+            self._part = torch.empty(size // outer.world_size, dtype=shard.dtype, device=shard.device)
+        wire, part = self._scratch[:size], self._part[: size // outer.world_size]
+        wire[:elements].copy_(shard)
+        wire[elements:].zero_()
+        sent += outer.reduce_scatter(wire, part, accumulate=False)
+        outer.own_slice(wire).copy_(part)
+        sent += outer.all_gather(wire)
+        shard.copy_(wire[:elements])
+        return sent
+
+    def all_gather(self, flat: Tensor) -> int:
+        """As the base, inside the group."""
+        return self._inner.all_gather(flat)
+
+    def scratch_bytes(self, flat: Tensor) -> int:
+        """As the base."""
+        size, wire = self._padded(flat.numel() // self.world_size), self.wire_dtype.itemsize
+        between = self._outer.scratch_bytes(torch.empty(size, dtype=self.wire_dtype, device="meta"))
+        own = size * wire + size // self._outer.world_size * torch.float32.itemsize
+        return self._inner.scratch_bytes(flat) + between + own
+
+    def table(self, values: list[float], device: torch.device) -> list[list[float]]:
+        """As the base, of the ranks of all groups."""
+        return self._whole.table(values, device)
+
+    def _padded(self, elements: int) -> int:
+        return -(-elements // self._outer.world_size) * self._outer.world_size
 
 
 def make_exchange(group: dist.ProcessGroup, wire_dtype: torch.dtype) -> Exchange:

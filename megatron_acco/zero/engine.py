@@ -62,7 +62,8 @@ class AccoEngine(CheckpointEngine):
         self._check_same_on_all_ranks()
         log_dist(
             f"ACCO is active: mode {config.mode.value}, optimizer {type(self.optimizer.optimizer).__name__}, "
-            f"{self.gradient_accumulation_steps()} micro-batches per rank and update",
+            f"{self.gradient_accumulation_steps()} micro-batches per rank and update"
+            + ("" if (levels := self.optimizer.levels) is None else f", estimates {levels}"),
             ranks=[0],
         )
 

@@ -20,9 +20,10 @@ from megatron_acco.zero.access import link_parameters, unlink_parameters
 from megatron_acco.zero.advice import Adviser
 from megatron_acco.zero.buffers import GradBuffers, Slot
 from megatron_acco.zero.coarse import CoarseExchange
-from megatron_acco.zero.collectives import clone_group, give_back_group, group_limit, make_exchange
+from megatron_acco.zero.collectives import clone_group, give_back_group, group_limit
 from megatron_acco.zero.estimate import capture_hyper_parameters
 from megatron_acco.zero.lane import DeviceClock, Lane, Ticket
+from megatron_acco.zero.levels import find_levels, give_back, lane_exchanges
 from megatron_acco.zero.muon import base_optimizer
 from megatron_acco.zero.parallel import TensorParallel
 from megatron_acco.zero.report import RoundReport
@@ -45,10 +46,17 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         lane: the background lane.
         clock: of compute and lane.
         adviser: follows the rounds.
+        data_parallel_group: all data-parallel ranks; `dp_process_group`, DeepSpeed's, are those among which masters and
+            optimizer state are cut.
+        levels: the groups of ranks that make estimates, None if all do together.
     """
 
     def __init__(self, *args: Any, acco: AccoConfig, **kwargs: Any) -> None:
         """Positional and keyword arguments are DeepSpeed's, passed through untouched; `acco` is ours."""
+        self.data_parallel_group = kwargs["dp_process_group"]
+        self.levels = find_levels(acco.estimating_ranks, self.data_parallel_group)
+        if self.levels is not None:
+            kwargs["dp_process_group"] = self.levels.inner
         super().__init__(*args, **kwargs)
         known = (torch.float32, torch.bfloat16, torch.float16)
         if any(flat.dtype not in known for flat in self.bit16_groups_flat):
@@ -87,16 +95,16 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         self.clock = DeviceClock()
         self.adviser = Adviser(acco, self._steps)
         self.lane = Lane(f"acco-lane-{dist.get_rank()}", group_limit(self.dp_process_group))
-        self._own_groups = [clone_group(self.dp_process_group)]
-        exchange = make_exchange(self._own_groups[0], self.communication_data_type)
-        self._base = base_optimizer(self.optimizer, exchange, self._slots(), self.model_parallel_world_size)
+        exchanges = lane_exchanges(self.data_parallel_group, self.levels, self.communication_data_type)
+        self._own_groups, sharded = exchanges.groups, exchanges.estimate
+        self._base = base_optimizer(self.optimizer, sharded, self._slots(), self.model_parallel_world_size)
         self._rounds = Rounds(
-            exchange,
-            self._tensor_parallel(exchange.rank),
+            exchanges,
+            self._tensor_parallel(sharded.rank),
             self._base,
             self.single_partition_of_fp32_groups,
             self.clock,
-            CoarseExchange(exchange, acco, self.bit16_groups_flat[0].device) if acco.coarse else None,
+            CoarseExchange(sharded, acco, self.bit16_groups_flat[0].device) if acco.coarse else None,
         )
         self._replica = self._replica_group() if acco.adaptive else None
 
@@ -285,10 +293,11 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
             self._shows_real = False
 
     def _full_batch(self, spec: RoundSpec) -> float:
-        """Micro-batches over all ranks of a round of `spec` if every rank did just its share."""
+        """Micro-batches over the ranks of a round of `spec` if every rank did just its share."""
         first = self._current_plan().first_half
-        steps = first if spec.kind is RoundKind.ESTIMATE and first is not None else self._steps
-        return float(steps * dist.get_world_size(self.dp_process_group))
+        if spec.kind is RoundKind.ESTIMATE and first is not None:
+            return float(first * dist.get_world_size(self.dp_process_group))
+        return float(self._steps * dist.get_world_size(self.data_parallel_group))
 
     def drain(self) -> None:
         """Wait for the round in flight and settle it; its weights are installed at the next boundary."""
@@ -433,12 +442,12 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
                 weights[slot.group].narrow(0, slot.offset, slot.param.numel()).copy_(value.detach().flatten())
         torch.autograd.graph.increment_version(slot.param)
 
-    def gradient_parts(self, slot: Slot) -> tuple[Tensor, Tensor | None, float, int]:
+    def gradient_parts(self, slot: Slot) -> tuple[Tensor, Tensor | None, int, int]:
         """The gradient sum of the update in progress, unscaled; nothing may be in flight.
 
         Returns:
             This rank's sum since the last hand-over [like the parameter] fp32; this rank's shard of what was handed
-            over before in this update [partition], its micro-batches over all ranks; micro-batches in the first.
+            over before in this update [partition], this rank's micro-batches in it; micro-batches in the first.
         """
         main_grad: Tensor = slot.param.main_grad  # type: ignore[attr-defined]
         local = main_grad.detach().float() / self._half_loss_scale
@@ -455,19 +464,22 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
     def averaging_factor(self, micro_batches: float) -> float:
         """From the sum over ranks of the gradients of `micro_batches` (of this update, on all ranks) to the average."""
         if self._losses_averaged and self._in_update >= self._steps:
-            return 1.0 / dist.get_world_size(self.dp_process_group)
+            return 1.0 / dist.get_world_size(self.data_parallel_group)
         return self._steps / micro_batches
 
     def state_dict(self) -> dict[str, Any]:
         """DeepSpeed's state (theta, optimizer state), and this rank's shard of what compute was shown."""
         self.drain()
-        state: dict[str, Any] = super().state_dict()
+        return {**super().state_dict(), EXTRAS_KEY: self.shown_state()}
+
+    def shown_state(self) -> dict[str, Any]:
+        """This rank's shard of what compute was shown, and what else a resumed run needs; nothing may be in flight."""
         shown = self._stash if self._stash is not None else self.bit16_groups_flat
         pending: Any = None
         if self._pending is not None:
             real = self._pending.shows_real_parameters
             pending = REAL if real else self._shards_to_save(self._buffers.gathered_weights())
-        state[EXTRAS_KEY] = {
+        return {
             "version": EXTRAS_VERSION,
             "mode": self.acco.mode.value,
             "shown": REAL if self._shows_real else self._shards_to_save(shown),
@@ -476,7 +488,6 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
             "untold": self._skipped,
             "fraction": self.adviser.fraction(self.update),
         }
-        return state
 
     def load_state_dict(self, state_dict_list: Any, *args: Any, **kwargs: Any) -> None:
         """Load DeepSpeed's state and remember ACCO's extras for `restore`, if the checkpoint has them."""
@@ -612,6 +623,7 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         if self.lane.idle and not self.lane.failed:
             while self._own_groups:
                 give_back_group(self._own_groups.pop())
+            give_back(self.levels)
         self._buffers.release()
         super().destroy()
         unlink_parameters(self._slots())

@@ -49,7 +49,8 @@ class RoundReport:
         wait_seconds: time the main thread was blocked for the round (exposed).
         bytes_sent: payload bytes that this rank sent to other ranks.
         compute_seconds: forward and backward passes of this rank's micro-batches since the round before.
-        by_rank: figures of every data-parallel rank, the same on all ranks.
+        by_rank: figures of every data-parallel rank, the same on all ranks. Those of an estimate among some of the
+            ranks (whose `micro_batches` and `grad_norm` are theirs) come with the commit.
         has_halves: the round is of an update with an estimate and a commit.
         compute_spans: (start, end) of each of those micro-batches, marks of the lane's clock.
         lane_marks: start, end of the reduce-scatter, of the optimizer, of the all-gather; marks of the lane's clock.

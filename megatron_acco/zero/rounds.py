@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +14,7 @@ from megatron_acco.zero.coarse import CoarseExchange
 from megatron_acco.zero.collectives import Exchange
 from megatron_acco.zero.estimate import BaseOptimizer, Hyper
 from megatron_acco.zero.lane import DeviceClock
+from megatron_acco.zero.levels import Exchanges
 from megatron_acco.zero.parallel import TensorParallel
 from megatron_acco.zero.report import RankFigures, RoundReport
 from megatron_acco.zero.schedule import Apply, RoundKind, RoundSpec
@@ -64,7 +65,7 @@ class Rounds:
 
     def __init__(
         self,
-        exchange: Exchange,
+        exchanges: Exchanges,
         tensor_parallel: TensorParallel,
         optimizer: BaseOptimizer,
         masters: list[Tensor],
@@ -73,7 +74,7 @@ class Rounds:
     ) -> None:
         """
         Args:
-            exchange: collectives on the lane's own data-parallel group.
+            exchanges: collectives on the lane's own data-parallel groups.
             coarse: the same quantized, where rounds are coarse.
             tensor_parallel: the same for the tensor-parallel ranks.
             optimizer: the base optimizer over `masters`.
@@ -81,7 +82,10 @@ class Rounds:
             clock: of compute and lane.
         """
         self.observer: Callable[[RoundSpec, int, list[Tensor], RoundReport], None] | None = None
-        self._exchange = exchange
+        self._exchange = exchanges.commit
+        self._estimates = exchanges.estimate
+        # Whether estimates are made by groups of ranks.
+        self._grouped = len(exchanges.commit.groups) > 1
         self._coarse = coarse
         self._tensor_parallel = tensor_parallel
         self._optimizer = optimizer
@@ -91,18 +95,20 @@ class Rounds:
         # g~ of the first half between estimate and commit (of a coarse estimate: theta~), the full averaged gradient
         # during a commit: [partition] fp32
         self._shards = [torch.zeros_like(master, requires_grad=False) for master in masters]
-        # Micro-batches of the first half over all ranks, and whether its gradients are in the shards (else they are
-        # still in the local sums).
-        self._first_half = 0.0
+        # This rank's micro-batches of the first half, and whether its gradients are in the shards (else they are still
+        # in the local sums).
+        self._first_half = 0
         self._kept = False
+        # An estimate among some of the ranks, whose figures the others hear of with the commit, and this rank's.
+        self._untold: tuple[RoundReport, list[float]] | None = None
 
     def forget_kept(self) -> None:
         """Drop the kept first half."""
-        self._first_half, self._kept = 0.0, False
+        self._first_half, self._kept, self._untold = 0, False, None
 
-    def kept(self, index: int) -> tuple[Tensor | None, float]:
-        """The kept shard of group `index` ([partition] fp32, unscaled sum) and its micro-batches over all ranks."""
-        return (self._shards[index], self._first_half) if self._kept else (None, 0.0)
+    def kept(self, index: int) -> tuple[Tensor | None, int]:
+        """The kept shard of group `index` ([partition] fp32, unscaled sum) and this rank's micro-batches in it."""
+        return (self._shards[index], self._first_half) if self._kept else (None, 0)
 
     @property
     def kept_bytes(self) -> int:
@@ -125,9 +131,9 @@ class Rounds:
         self._tensor_parallel.sum_partial_gradients(launch.grads)
         coarse = self._coarse if spec.coarse else None
         report.bytes_sent += self._reduce(launch, coarse)
-        count, scale = self._average(launch, report)
+        scale = self._average(launch, report)
         marks.append(self._clock.mark())
-        self._first_half, self._kept = (count, spec.keep) if spec.kind is RoundKind.ESTIMATE else (0.0, False)
+        self._first_half, self._kept = (launch.micro_batches, spec.keep) if self._is_estimate(spec) else (0, False)
         hypers, before = _hyper(launch, report), self._optimizer.bytes_sent
         if coarse is None:
             self._apply(launch, hypers, scale if report.applied else None)
@@ -175,39 +181,69 @@ class Rounds:
             coarse.seed(launch.update)
             return sum(coarse.reduce_scatter(grads, shard, unscale) for grads, shard in pairs)
         add = launch.spec.add_kept and self._kept
-        return sum(self._exchange.reduce_scatter(grads, shard, add, unscale) for grads, shard in pairs)
+        exchange = self._of(launch.spec)
+        return sum(exchange.reduce_scatter(grads, shard, add, unscale) for grads, shard in pairs)
 
-    def _average(self, launch: Launch, report: RoundReport) -> tuple[float, float]:
-        """The micro-batch count of this round over all ranks, and the factor from shard to clipped average.
+    @staticmethod
+    def _is_estimate(spec: RoundSpec) -> bool:
+        return spec.kind is RoundKind.ESTIMATE
 
-        Sets `micro_batches`, `grad_norm`, `applied` and `by_rank` of the report. The same numbers on every rank.
+    def _of(self, spec: RoundSpec) -> Exchange:
+        return self._estimates if self._is_estimate(spec) else self._exchange
+
+    def _average(self, launch: Launch, report: RoundReport) -> float:
+        """The factor from shard to clipped average.
+
+        Sets `micro_batches`, `grad_norm`, `applied` and `by_rank` of the report. The same numbers on every rank of the
+        round.
         """
-        device = self._shards[0].device
-        last = self._last
-        own = [self._tensor_parallel.square_sum(self._shards), float(launch.micro_batches), float(launch.averaged)]
-        own += [report.compute_seconds]
-        own += (
-            [last.reduce_scatter_seconds, last.optimizer_seconds, last.all_gather_seconds, last.wait_seconds]
-            if last is not None
-            else [0.0] * 4
-        )
-        rows = self._exchange.table(own, device)
-        square_sum, count, averaged = (sum(column) for column in list(zip(*rows, strict=True))[:3])
+        exchange, device = self._of(launch.spec), self._shards[0].device
+        total = launch.micro_batches + (self._first_half if launch.spec.add_kept else 0)
+        figures = self._figures(launch, report)
+        own = [self._tensor_parallel.square_sum(self._shards), float(total), float(launch.averaged), *figures]
+        is_estimate = self._is_estimate(launch.spec)
+        untold, self._untold = self._untold, None
+        if self._grouped and is_estimate:
+            self._untold = report, figures
+        elif self._grouped:
+            own += [*(untold[1] if untold is not None else [0.0] * len(figures)), self._checksum()]
+        rows = exchange.table(own, device)
+        if self._grouped and not is_estimate:
+            _check_groups(exchange.groups, [row.pop() for row in rows], launch.update)
+        square_sum = sum(rows[rank][0] for rank in exchange.groups[0])
+        count, averaged = (sum(column) for column in list(zip(*rows, strict=True))[1:3])
         square_sum, rows = self._tensor_parallel.complete(square_sum, rows, device)
-        report.by_rank = tuple(RankFigures(round(row[1]), *row[3:]) for row in rows)
-        total = count + self._first_half if launch.spec.add_kept else count
-        report.micro_batches = int(total)
-        if total == 0:
+        width = 3 + len(figures)
+        if not (self._grouped and is_estimate):
+            report.by_rank = _by_rank(row[3:width] for row in rows)
+        if untold is not None:
+            untold[0].by_rank = _by_rank(row[width:] for row in rows)
+        report.micro_batches = round(count)
+        if count == 0:
             report.applied = False
-            return count, 0.0
-        ranks = self._exchange.world_size
-        average = 1.0 / ranks if averaged == ranks else launch.grad_scale / total
+            return 0.0
+        average = 1.0 / len(rows) if averaged == len(rows) else launch.grad_scale / count
         report.grad_norm = math.sqrt(square_sum) * average if square_sum >= 0 else math.nan
         # A half that is not finite makes the kept sum, hence the commit, not finite: both skip, on all ranks.
         report.applied = math.isfinite(report.grad_norm)
         if launch.clip > 0 and report.applied:
             average /= max(1.0, (report.grad_norm + CLIP_EPSILON) / launch.clip)
-        return count, average
+        return average
+
+    def _figures(self, launch: Launch, report: RoundReport) -> list[float]:
+        """This rank's `RankFigures`."""
+        last = self._last
+        before = (
+            [last.reduce_scatter_seconds, last.optimizer_seconds, last.all_gather_seconds, last.wait_seconds]
+            if last is not None
+            else [0.0] * 4
+        )
+        return [float(launch.micro_batches), report.compute_seconds, *before]
+
+    def _checksum(self) -> float:
+        """Of the bits of theta in this rank's shards; exact in a float64."""
+        total = sum(int(master.detach().view(torch.int32).sum(dtype=torch.int64)) for master in self._masters)
+        return float(total % (1 << 48))
 
     def _apply(self, launch: Launch, hypers: list[Hyper], scale: float | None) -> None:
         """Write this rank's slice of the weights to show; `scale` None skips the update (theta is shown)."""
@@ -260,3 +296,23 @@ def _hyper(launch: Launch, report: RoundReport) -> list[Hyper]:
         hypers = [{**hyper, "lr": hyper["lr"] * factor} if "lr" in hyper else hyper for hyper in hypers]
     report.learning_rate = float(hypers[0].get("lr", 0.0))
     return hypers
+
+
+def _by_rank(rows: Iterable[Sequence[float]]) -> tuple[RankFigures, ...]:
+    return tuple(RankFigures(round(row[0]), *row[1:]) for row in rows)
+
+
+def _check_groups(groups: Sequence[Sequence[int]], checksums: Sequence[float], update: int) -> None:
+    """Every group steps by itself: theta must have come out the same on all of them.
+
+    Raises:
+        RuntimeError: naming the ranks that differ.
+    """
+    for ranks in zip(*groups, strict=True):
+        if len({checksums[rank] for rank in ranks}) > 1:
+            raise RuntimeError(
+                f"before update {update} the data-parallel ranks {', '.join(map(str, ranks))} hold different weights "
+                f'in the same shard. With "acco.estimate_group" every group makes the same step by itself, which needs '
+                f"processors and libraries that compute the same bits, and sound memory. Resume from the last "
+                f'checkpoint, with "estimate_group": "all" if the machines differ'
+            )

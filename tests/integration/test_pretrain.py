@@ -61,7 +61,7 @@ def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def write_json(folder: Path, method: str, **more: Any) -> Path:
+def write_json(folder: Path, method: str, acco: dict[str, Any] | None = None, **more: Any) -> Path:
     config = {
         "train_micro_batch_size_per_gpu": 1,
         "gradient_accumulation_steps": 4,
@@ -71,7 +71,7 @@ def write_json(folder: Path, method: str, **more: Any) -> Path:
         **more,
     }
     if METHODS[method] is not None:
-        config["acco"] = METHODS[method]
+        config["acco"] = {**METHODS[method], **(acco or {})}
     path = folder / f"{method}.json"
     path.write_text(json.dumps(config))
     return path

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from benchmarks.cluster import Cluster
 from tests.integration.test_cluster import REASON
@@ -26,6 +27,7 @@ from tests.integration.test_pretrain import (
     data,  # noqa: F401 (a fixture)
     reproducible,
     succeed,
+    weights,
     write_json,
 )
 
@@ -53,31 +55,43 @@ CLI = [sys.executable, "-m", "megatron_acco.cli.main"]
 
 
 @pytest.mark.slow
-def test_three_hosts_train_as_three_local_ranks_do_bit_for_bit(
+def test_three_hosts_go_on_as_three_local_ranks_do_bit_for_bit(
     data: Path,  # noqa: F811
     tmp_path: Path,
     cluster: Cluster,
 ) -> None:
-    """B40, B41, B48: plain `deepspeed --hostfile`; every host has a cache of its own."""
+    """B40, B41, B48: plain `deepspeed --hostfile`; every host has a cache, and an estimate, of its own."""
     caches = tmp_path / "cache"
     caches.mkdir()
     for host in range(3):
         cluster.run(host, ["mount", "-t", "tmpfs", "tmpfs", str(caches)], check=True)
     short = ["--train-iters", "4", "--lr-warmup-iters", "0", "--eval-interval", "2", "--data-cache-path", str(caches)]
-    words = [*command(data, write_json(tmp_path, "acco"), ranks=3), *short, "--save"]
-    succeed([*words, str(tmp_path / "local")])
 
-    script = words[words.index("pretrain_gpt_acco.py") :]
+    def words(group: int | str, folder: Path) -> list[str]:
+        config = write_json(tmp_path, "acco", acco={"estimate_group": group})
+        save = ["--save", str(folder), "--load", str(folder), "--save-interval", "2"]
+        return [*command(data, config, ranks=3), *short, *save]
+
+    local, hosts = tmp_path / "local", tmp_path / "hosts"
+    succeed(words(1, local))
+    shutil.copytree(local / "global_step2", hosts / "global_step2")
+    (hosts / "latest").write_text("global_step2")
+
     options = {**NO_INTERFACE, "OMP_NUM_THREADS": "1", "PDSH_SSH_ARGS_APPEND": "-v"}
-    code, output = end_of(cluster.deepspeed([*script, str(tmp_path / "hosts")], env=options, **PIPES))
+    launch = words("node", hosts)
+    script = launch[launch.index("pretrain_gpt_acco.py") :]
+    code, output = end_of(cluster.deepspeed(script, env=options, **PIPES))
     assert code == 0, output[-4000:]
     for rank, (name, address) in enumerate(zip(cluster.names, cluster.addresses, strict=True)):
         assert re.search(rf" {name} \(rank {rank}\): {address} on eth0", output)
         built = cluster.run(rank, ["sh", "-c", f"ls {caches}/*/manifest.json"]).stdout
         assert built.count("manifest.json") == 1
     assert "debug1: Authentication" in output, "the user's own options for ssh were lost"
-    local, hosts = reproducible(tmp_path / "local"), reproducible(tmp_path / "hosts")
-    assert local == hosts and len(local) == 4 + 2
+    assert "at iteration 2" in output and "an estimate of a node's ranks after the first 2" in output
+    *_, third, fourth, _, validation = reproducible(local)
+    assert reproducible(hosts) == [third, fourth, validation]
+    first, second = (weights(folder, 4) for folder in (local, hosts))
+    assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
 @pytest.mark.slow

@@ -158,7 +158,7 @@ def test_reference_is_inserted_between_the_markers_only(tmp_path: Path) -> None:
     text = document.read_text()
     assert text.startswith("# before\n\n") and text.endswith("\n\nafter\n")
     assert config_reference.render() in text
-    assert "old" not in text
+    assert "\nold\n" not in text
 
 
 @pytest.mark.parametrize("text", ["", config_reference.BEGIN, f"{config_reference.END}{config_reference.BEGIN}"])

@@ -69,7 +69,8 @@ class Checkpointer:
         """
         self.engine = engine
         self.options = options
-        self.identity = identity
+        parts = dist.get_world_size(engine.optimizer.dp_process_group)
+        self.identity = dataclasses.replace(identity, partitions=parts if parts != identity.ranks else 0)
         self.control = control
         self.saved_iteration: int | None = None
         self.notices: list[str] = []

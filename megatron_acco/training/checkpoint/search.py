@@ -78,7 +78,7 @@ class Reader:
         On another number of ranks all files of its part of the model are read.
         """
         parts = saved.tensor_parallel
-        same = saved.ranks * parts == self.world_size
+        same = saved.shards * parts == self.world_size
         return shard[1] == self.rank % parts and (not same or shard[0] == self.rank // parts)
 
     def checks_shard(self, shard: tuple[int, int], saved: Identity) -> bool:
@@ -267,7 +267,7 @@ class Search:
         for part in range(saved.tensor_parallel):
             if part not in models:
                 raise Damaged(f"its folder on this host has no weights of tensor-parallel rank {part}")
-            for rank in range(saved.ranks):
+            for rank in range(saved.shards):
                 if (rank, part) not in shards and self.reader.reads_shard((rank, part), saved):
                     raise Damaged(
                         f"its folder on this host has no optimizer file of data-parallel rank {rank}, "

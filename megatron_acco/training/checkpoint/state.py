@@ -145,6 +145,7 @@ class Identity:
         vocab_size: ids of the tokenizer, the rows of the embedding that mean something; None in checkpoints of earlier
             releases.
         tokenizer: `megatron_acco.training.tokenizer.ids_digest` of it; None: not known.
+        partitions: ranks among which the optimizer state is cut, if these are not all (`acco.estimate_group`), else 0.
 
     With `ranks` 0 there are weights and nothing else (`megatron-acco import`).
     """
@@ -157,6 +158,12 @@ class Identity:
     tensor_parallel: int = 1
     vocab_size: int | None = None
     tokenizer: str | None = None
+    partitions: int = 0
+
+    @property
+    def shards(self) -> int:
+        """Optimizer files of a tensor-parallel rank."""
+        return self.partitions or self.ranks
 
 
 def refuse_other_writers(options: CheckpointOptions, config: Mapping[str, Any]) -> None:

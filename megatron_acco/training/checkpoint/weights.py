@@ -171,7 +171,7 @@ def find_weights(path: Path, flag: str = "--checkpoint", checksums: bool = True)
         raise ValueError(f"{flag} {path}: {folder} does not say how its tensor-parallel parts fit together")
     iteration = header.get("state", {}).get("iteration", max(0, store.step_of(folder.name)))
     vocab_size, arguments = identity.get("vocab_size"), identity.get("arguments", {})
-    optimizer = _optimizer_files(folder, int(identity.get("ranks", 0)), size)
+    optimizer = _optimizer_files(folder, int(identity.get("partitions") or identity.get("ranks", 0)), size)
     return Weights(
         folder, int(iteration), identity["model"], arguments, vocab_size, parts, optimizer, identity.get("tokenizer")
     )
