@@ -219,7 +219,7 @@ class TwoLevelExchange(Exchange):
         """
         Args:
             inner: over the ranks of this rank's group.
-            outer: over the ranks that hold the same shard, one per group.
+            outer: over the ranks that hold the same shard, one per group; sums travel in its dtype.
             whole: over all of them.
             groups: the members of every group, as ranks of `whole`.
         """
@@ -234,7 +234,7 @@ class TwoLevelExchange(Exchange):
         outer, elements = self._outer, shard.numel()
         size = self._padded(elements)
         if self._scratch.numel() < size:
-            self._scratch = torch.empty(size, dtype=self.wire_dtype, device=shard.device)
+            self._scratch = torch.empty(size, dtype=outer.wire_dtype, device=shard.device)
             self._part = torch.empty(size // outer.world_size, dtype=shard.dtype, device=shard.device)
         wire, part = self._scratch[:size], self._part[: size // outer.world_size]
         wire[:elements].copy_(shard)
@@ -251,9 +251,9 @@ class TwoLevelExchange(Exchange):
 
     def scratch_bytes(self, flat: Tensor) -> int:
         """As the base."""
-        size, wire = self._padded(flat.numel() // self.world_size), self.wire_dtype.itemsize
-        between = self._outer.scratch_bytes(torch.empty(size, dtype=self.wire_dtype, device="meta"))
-        own = size * wire + size // self._outer.world_size * torch.float32.itemsize
+        size, dtype = self._padded(flat.numel() // self.world_size), self._outer.wire_dtype
+        between = self._outer.scratch_bytes(torch.empty(size, dtype=dtype, device="meta"))
+        own = size * dtype.itemsize + size // self._outer.world_size * torch.float32.itemsize
         return self._inner.scratch_bytes(flat) + between + own
 
     def table(self, values: list[float], device: torch.device) -> list[list[float]]:

@@ -96,7 +96,10 @@ def lane_exchanges(group: dist.ProcessGroup, levels: Levels | None, wire_dtype: 
         return Exchanges(whole, whole, [whole.group])
     own = levels.groups[levels.index]
     peers = [part[own.index(dist.get_rank(group))] for part in levels.groups]
-    inner, outer = (make_exchange(clone_group(group, members=part), wire_dtype) for part in (own, peers))
+    inner = make_exchange(clone_group(group, members=own), wire_dtype)
+    # Between groups a shard is no longer multiplied by the loss scale, without which fp16 has not the range.
+    between = torch.float32 if wire_dtype is torch.float16 else wire_dtype
+    outer = make_exchange(clone_group(group, members=peers), between)
     commit = TwoLevelExchange(inner, outer, whole, levels.groups)
     return Exchanges(commit, inner, [whole.group, inner.group, outer.group])
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -34,7 +35,7 @@ def allocated() -> int:
     return sum(storages.values())
 
 
-def measure(sums: str) -> tuple[dict[str, int], int, int]:
+def measure(sums: str, acco: dict[str, Any]) -> tuple[dict[str, int], int, int]:
     """Job: the account, the bytes that tensors take beyond those from before, the number of parameters."""
     before = allocated()
     model = Wide()
@@ -46,7 +47,7 @@ def measure(sums: str) -> tuple[dict[str, int], int, int]:
         "bf16": {"enabled": True},
         "data_types": {"grad_accum_dtype": sums},
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}},
-        "acco": {},
+        "acco": acco,
         "steps_per_print": 10**9,
     }
     with engine_for(model, config) as (engine, zero):
@@ -64,7 +65,7 @@ def measure(sums: str) -> tuple[dict[str, int], int, int]:
 @pytest.mark.parametrize("sums", ["bf16", "fp32"])
 def test_model_state_takes_what_the_account_says(ranks: Callable, sums: str) -> None:
     """bf16: 2 + 2 + 2 bytes per parameter and (12 + 4) / N, N ranks; the gradients in flight make room for weights."""
-    for account, taken, parameters in ranks(2).run(measure, sums):
+    for account, taken, parameters in ranks(2).run(measure, sums, {}):
         state = {what: size for what, size in account.items() if what != "exchange"}
         bound = parameters * ((2 + 2 + 2 if sums == "bf16" else 2 + 4 + 4) + (12 + 4) / 2)
         assert sum(state.values()) <= 1.001 * bound
@@ -72,3 +73,11 @@ def test_model_state_takes_what_the_account_says(ranks: Callable, sums: str) -> 
         kept = sum(state.values()) + 2 * parameters
         assert account["exchange"] == 2 * parameters * (1 if sums == "bf16" else 2)
         assert taken == pytest.approx(kept, rel=0.01)
+
+
+def test_groups_of_one_rank_hold_all_of_the_state(ranks: Callable) -> None:
+    """2 + 2 + 2 and 12 + 4 bytes; the sum over two groups takes 2, what arrives 2, and a part in fp32 4 / 2."""
+    for account, taken, parameters in ranks(2).run(measure, "bf16", {"estimate_group": 1}):
+        assert account["exchange"] == 6 * parameters
+        assert sum(account.values()) <= 1.001 * (6 + 16 + 6) * parameters
+        assert taken == pytest.approx(sum(account.values()), rel=0.01)
