@@ -157,17 +157,20 @@ class Lane:
         if self._device_index is not None:
             get_accelerator().set_device(self._device_index)
         while (item := self._queue.get()) is not None:
-            ticket, work, ready = item
-            try:
-                if self.before_round is not None:
-                    self.before_round(ticket.label)
-                result = self._run(ticket, work, ready)
-            except BaseException as error:  # carried to the main thread, whatever it is
-                error.add_note(f"raised in the ACCO lane during {ticket.label}")
-                self._failure = error
-                ticket._future.set_exception(error)
-            else:
-                ticket._future.set_result(result)
+            self._serve_one(*item)
+            del item  # while it waits, the thread must not keep the tensors of its last work
+
+    def _serve_one(self, ticket: Ticket[T], work: Callable[[], T], ready: Any) -> None:
+        try:
+            if self.before_round is not None:
+                self.before_round(ticket.label)
+            result = self._run(ticket, work, ready)
+        except BaseException as error:  # carried to the main thread, whatever it is
+            error.add_note(f"raised in the ACCO lane during {ticket.label}")
+            self._failure = error
+            ticket._future.set_exception(error)
+        else:
+            ticket._future.set_result(result)
 
     def _run(self, ticket: Ticket[T], work: Callable[[], T], ready: Any) -> T:
         with torch.no_grad():
