@@ -150,7 +150,9 @@ METHODS: dict[str, Callable[[Costs, int], float]] = {
     "dpu": Costs.delayed,
     "wp": Costs.delayed,  # the second application of the optimizer takes no exchange
     "acco": Costs.acco,
+    # A quantized estimate, or one inside a node.
     "acco-coarse": lambda costs, steps: costs.acco(steps, costs.best_first_half(steps)),
+    "acco-node": lambda costs, steps: costs.acco(steps, costs.best_first_half(steps)),
     "adaptive": Costs.acco,
     "auto": lambda costs, steps: min(costs.acco(steps), costs.sync(steps)),
 }
@@ -160,7 +162,7 @@ def update(method: str, costs: Costs, steps: int, most_per_half: int) -> tuple[i
     """Micro-batches per rank, and seconds, of an update of one of METHODS; all ranks alike.
 
     Args:
-        costs: for `acco-coarse`, those of `with_estimate_of`.
+        costs: for `acco-coarse` and `acco-node` with the estimate's exchange.
         steps: micro-batches per rank and update that are configured; two or more for the kinds of `acco`.
         most_per_half: limit of `adaptive`.
     """

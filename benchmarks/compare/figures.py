@@ -103,11 +103,11 @@ def predicted(name: str, result: Result) -> float | None:
     compute, steps = compute_by_rank(result), args["gas"]
     mean = statistics.mean(compute)
     costs = replace(Costs(**result["measured"]["costs"]), compute=mean)
+    if method.estimate_bits is not None:
+        costs = costs.with_estimate_of(method.estimate_bits, 2 if args["bf16"] else 4)
+    if method.local_estimates:
+        costs = replace(costs, estimate=0.0)
     if len(set(args["cpu"])) == 1:
-        if method.estimate_bits is not None:
-            costs = costs.with_estimate_of(method.estimate_bits, 2 if args["bf16"] else 4)
-        if method.local_estimates:
-            costs = replace(costs, estimate=0.0)
         count, seconds = update(method.rule, costs, steps, method.most_per_half)
         return len(compute) * count / seconds
     if method.rule not in rounds.METHODS:

@@ -72,7 +72,7 @@ METHODS: dict[str, Method] = {
     ),
     "auto": Method("auto", acco={"mode": "acco", "fallback": "auto"}),
     "acco-8-bit": Method("acco-coarse", acco={"mode": "acco", "estimate_bits": 8, "estimate_fraction": "auto"}),
-    "acco-node": Method("acco-coarse", acco={"mode": "acco", "estimate_group": "node", "estimate_fraction": "auto"}),
+    "acco-node": Method("acco-node", acco={"mode": "acco", "estimate_group": "node", "estimate_fraction": "auto"}),
     "acco-4-bit": Method("acco-coarse", acco={"mode": "acco", "estimate_bits": 4, "estimate_fraction": "auto"}),
 }
 BASELINES = ("zero1", "zero1-overlap")

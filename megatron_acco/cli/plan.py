@@ -152,7 +152,8 @@ def run(args: argparse.Namespace) -> int:
         if int(os.environ.get("RANK", "0")) != 0:
             return 0
     elif args.simulate:
-        costs, ranks = simulate.costs(args, weight_bytes, compute), args.ranks
+        ranks = args.ranks
+        costs = simulate.cluster(args).costs(args.parameters, weight_bytes, weight_bytes, compute)
     else:
         ranks = args.ranks
         link = Link(args.bandwidth_gbit * 1e9 / 8.0, args.latency_us * 1e-6)
@@ -160,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
     if not (costs.compute > 0.0 and math.isfinite(costs.compute + costs.exchange / costs.compute)):
         raise ValueError(f"these numbers give {costs.compute:.3g} s of compute and {costs.exchange:.3g} s of exchange")
     if times is not None:
-        print("\n".join(simulate.report(args, ranks, times, costs)))
+        print("\n".join(simulate.report(args, ranks, times, costs, weight_bytes)))
         return 0
     sum_bytes = weight_bytes if args.dtype != "fp32" and args.grad_accum_dtype == "bf16" else 4
     case = Case(

@@ -14,10 +14,12 @@ from megatron_acco.cost_model import Costs, Link, update
 from megatron_acco.report.runs import read_runs
 from megatron_acco.simulation.compute_times import ComputeTimes, measured
 from megatron_acco.simulation.links import Cluster
-from megatron_acco.simulation.rounds import METHODS, Setting, play
+from megatron_acco.simulation.rounds import HALVES, METHODS, Setting, play
 from megatron_acco.simulation.sizes import PER_NODE, Assumptions, table
 
 MOST_RANKS = 4096
+# Of methods whose rule has another name.
+NAMES = {"acco-coarse": "acco-8-bit"}
 _SPREAD = 0.03
 
 
@@ -106,22 +108,24 @@ def compute_times(args: argparse.Namespace, compute: float | None) -> ComputeTim
     )
 
 
-def costs(args: argparse.Namespace, wire_bytes: int, compute: float) -> Costs:
-    """Of the exchange on the links that are given.
+def cluster(args: argparse.Namespace) -> Cluster:
+    """The ranks on the links that are given.
 
     Raises:
         ValueError: ranks that do not fill their nodes.
     """
     inside = Link(args.inside_gbit * 1e9 / 8.0, args.inside_latency_us * 1e-6)
     between = Link(args.bandwidth_gbit * 1e9 / 8.0, args.latency_us * 1e-6)
-    cluster = Cluster(args.ranks, args.ranks_per_node, inside, between, args.hierarchical)
-    return cluster.costs(args.parameters, wire_bytes, wire_bytes, compute)
+    return Cluster(args.ranks, args.ranks_per_node, inside, between, args.hierarchical)
 
 
-def report(args: argparse.Namespace, ranks: int, times: ComputeTimes, exchange: Costs) -> list[str]:
+def report(args: argparse.Namespace, ranks: int, times: ComputeTimes, exchange: Costs, wire_bytes: int) -> list[str]:
     """Play every method; the table, as lines."""
     k = args.micro_batches
-    setting = Setting(ranks, k, times, exchange, args.max_micro_batches_per_half, args.updates, args.seed)
+    # Measured links are flat: a node has one rank, and nothing to exchange inside.
+    inside = 0.0 if args.measure else cluster(args).inside_costs(args.parameters, wire_bytes, wire_bytes)
+    most, played = args.max_micro_batches_per_half, (args.updates, args.seed)
+    setting = Setting(ranks, k, times, exchange, most, *played, wire_bytes, args.ranks_per_node, inside)
     kind = f"{len(times.factors)} measured times" if times.factors else f"spread {times.spread:.1%}"
     lines = [
         f"{ranks} ranks, {k} micro-batches per rank and update of {1e3 * times.mean:.1f} ms ({kind}), exchange "
@@ -132,15 +136,16 @@ def report(args: argparse.Namespace, ranks: int, times: ComputeTimes, exchange: 
     ]
     alone = play("compute", setting).rate
     for method in METHODS:
-        if method == "acco" and k < 2:
+        if method in HALVES and k < 2:
             continue
-        played = play(method, setting)
-        low, median, high = (float(numpy.percentile(played.seconds, q)) for q in (5, 50, 95))
-        mean = float(played.seconds.mean())
-        tokens = f"{played.rate * args.tokens:12,.0f}" if args.tokens else f"{'-':>12s}"
+        result = play(method, setting)
+        low, median, high = (float(numpy.percentile(result.seconds, q)) for q in (5, 50, 95))
+        mean = float(result.seconds.mean())
+        tokens = f"{result.rate * args.tokens:12,.0f}" if args.tokens else f"{'-':>12s}"
+        name = NAMES.get(method, method)
         lines.append(
-            f"{method:14s} {played.micro_batches:13.1f} {median:10.3f} {low:9.3f} {high:9.3f} {tokens} "
-            f"{played.rate / alone:10.1%} {played.exposed / mean:8.1%} {played.waiting / mean:8.1%} "
+            f"{name:14s} {result.micro_batches:13.1f} {median:10.3f} {low:9.3f} {high:9.3f} {tokens} "
+            f"{result.rate / alone:10.1%} {result.exposed / mean:8.1%} {result.waiting / mean:8.1%} "
             f"{formula(method, setting):9.3f}"
         )
     lines += [
@@ -153,8 +158,7 @@ def report(args: argparse.Namespace, ranks: int, times: ComputeTimes, exchange: 
 
 def formula(method: str, setting: Setting) -> float:
     """Seconds per update by the cost model."""
-    costs = dataclasses.replace(setting.costs, compute=setting.times.mean)
-    return update(method, costs, setting.steps, setting.most_per_half)[1]
+    return update(method, setting.costs_of(method), setting.steps, setting.most_per_half)[1]
 
 
 def sizes(args: argparse.Namespace) -> list[str]:

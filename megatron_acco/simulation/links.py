@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from megatron_acco.cost_model import Costs, Link
 
@@ -43,6 +43,11 @@ class Cluster:
         """
         scatter, gather = self.one_pass(parameters * wire_bytes), self.one_pass(parameters * weight_bytes)
         return Costs(compute, scatter + gather, reduction=2.0 * scatter, gathering=gather)
+
+    def inside_costs(self, parameters: float, wire_bytes: int, weight_bytes: int) -> float:
+        """Seconds of an exchange among the ranks of every node by themselves; arguments as for `costs`."""
+        own = replace(self, ranks=self.ranks // self._nodes)
+        return own.one_pass(parameters * wire_bytes) + own.one_pass(parameters * weight_bytes)
 
     @property
     def _nodes(self) -> int:

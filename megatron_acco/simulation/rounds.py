@@ -32,6 +32,9 @@ class Setting:
         most_per_half: limit of `adaptive`.
         updates: how many are played and counted.
         seed: of everything random; all methods draw from generators of the same seed.
+        wire_bytes: of a value that is not quantized.
+        per_node: ranks of a node.
+        inside: seconds of an exchange among these.
     """
 
     ranks: int
@@ -41,6 +44,17 @@ class Setting:
     most_per_half: int = 64
     updates: int = 200
     seed: int = 0
+    wire_bytes: int = 2
+    per_node: int = 1
+    inside: float = 0.0
+
+    def costs_of(self, method: str) -> Costs:
+        """What the cost model takes for one of METHODS: also compute, and the exchange of an estimate, of 8 bits unless
+        `costs` has it."""
+        costs = replace(self.costs, compute=self.times.mean)
+        if method == "acco-coarse" and costs.estimate is None:
+            return costs.with_estimate_of(8, self.wire_bytes)
+        return replace(costs, estimate=self.inside) if method == "acco-node" else costs
 
 
 @dataclass(frozen=True)
@@ -71,7 +85,7 @@ class _Ranks:
         self._means = setting.times.means(setting.ranks, self._random)
         self._tolerance = 1e-9 * setting.times.mean
         self.clock = numpy.zeros(setting.ranks)
-        self.in_flight = 0.0  # end of the exchange that is on its way
+        self.in_flight = numpy.zeros(setting.ranks)  # end of the exchange that is on its way
         self.start_counting()
 
     def start_counting(self) -> None:
@@ -90,7 +104,7 @@ class _Ranks:
             self.clock += self.draw(min(count, _BLOCK)).sum(axis=1)
             count -= _BLOCK
 
-    def compute_until(self, moment: float, least: int, most: int) -> None:
+    def compute_until(self, moment: Array, least: int, most: int) -> None:
         """Go on, micro-batch by micro-batch, to the first end of one that is not before `moment`."""
         self.compute(least)
         for _ in range(least, most):
@@ -100,26 +114,28 @@ class _Ranks:
             self.clock += numpy.where(going, self._times.draw(self._means, 1, self._random)[:, 0], 0.0)
             self.micro_batches += going
 
-    def wait(self, moment: float) -> None:
+    def wait(self, moment: Array | float) -> None:
         """Until then, unless it has passed."""
         waits = numpy.maximum(moment - self.clock, 0.0)
         self.exposed += float(waits.min())
         self.waited += float(waits.mean())
         self.clock += waits
 
-    def hand_over(self, exchange: float) -> None:
-        """Wait for what is in flight, then begin the next exchange when the last rank is there."""
+    def hand_over(self, exchange: float, together: int | None = None) -> None:
+        """Wait for what is in flight, then begin the next exchange when the last rank is there; of each `together`
+        consecutive ranks by themselves, if given."""
         self.wait(self.in_flight)
-        self.in_flight = float(self.clock.max()) + exchange
+        groups = self.clock.reshape(-1, together or len(self.clock))
+        self.in_flight = numpy.repeat(groups.max(axis=1) + exchange, groups.shape[1])
 
 
 def play(method: str, setting: Setting) -> Played:
     """Play the updates of one of METHODS.
 
     Raises:
-        ValueError: `acco` with a single micro-batch per update, which has no halves.
+        ValueError: one of HALVES with a single micro-batch per update.
     """
-    if method == "acco" and setting.steps < 2:
+    if method in HALVES and setting.steps < 2:
         raise ValueError("mode acco needs two micro-batches per update, one for each half")
     ranks, update = _Ranks(setting), METHODS[method]
     for _ in range(_WARM_UP):
@@ -194,7 +210,7 @@ def _megatron(ranks: _Ranks, setting: Setting) -> None:
         ranks.clock += last / 3.0
     reduced = _behind_backward(ranks, last, half, costs.blocking, forward=0.0)
     ranks.wait(reduced + (half if costs.blocking else 0.0))
-    ranks.in_flight = reduced + half
+    ranks.in_flight[:] = reduced + half
 
 
 def _behind_backward(ranks: _Ranks, last: Array, seconds: float, blocking: bool, forward: float = 1.0 / 3.0) -> float:
@@ -217,6 +233,24 @@ def _acco(ranks: _Ranks, setting: Setting) -> None:
         ranks.hand_over(setting.costs.exchange)
 
 
+def _acco_coarse(ranks: _Ranks, setting: Setting) -> None:
+    _uneven(ranks, setting, setting.costs_of("acco-coarse"), None)
+
+
+def _acco_node(ranks: _Ranks, setting: Setting) -> None:
+    _uneven(ranks, setting, setting.costs_of("acco-node"), min(setting.per_node, setting.ranks))
+
+
+def _uneven(ranks: _Ranks, setting: Setting, costs: Costs, together: int | None) -> None:
+    """The first half covers the commit's exchange, the second the estimate's."""
+    assert costs.estimate is not None
+    first = costs.best_first_half(setting.steps)
+    ranks.compute(first)
+    ranks.hand_over(costs.estimate, together)
+    ranks.compute(setting.steps - first)
+    ranks.hand_over(costs.exchange)
+
+
 def _adaptive(ranks: _Ranks, setting: Setting) -> None:
     for least in _halves(max(2, setting.steps)):
         ranks.compute_until(ranks.in_flight, least, max(least, setting.most_per_half))
@@ -227,6 +261,8 @@ def _halves(steps: int) -> tuple[int, int]:
     return steps // 2, steps - steps // 2
 
 
+HALVES = ("acco", "acco-coarse", "acco-node")
+"""The methods that need two micro-batches per update."""
 METHODS: dict[str, Callable[[_Ranks, Setting], None]] = {
     "compute": _compute,
     "zero1": _zero1,
@@ -239,5 +275,7 @@ METHODS: dict[str, Callable[[_Ranks, Setting], None]] = {
     "dpu": _delayed,
     "wp": _delayed,  # the second application of the optimizer takes no exchange
     "acco": _acco,
+    "acco-coarse": _acco_coarse,
+    "acco-node": _acco_node,
     "adaptive": _adaptive,
 }

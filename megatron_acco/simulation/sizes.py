@@ -13,7 +13,16 @@ from megatron_acco.simulation.rounds import Played, Setting, play
 PER_NODE = 8
 WIRE_BYTES = WEIGHT_BYTES = 2
 RATES_GBIT = (10.0, 25.0, 100.0, 400.0)
-COLUMNS = ("zero1-overlap", "megatron", "dpu", "acco", "adaptive")
+# The name of every column, and its rule.
+COLUMNS = {
+    "zero1-overlap": "zero1-overlap",
+    "megatron": "megatron",
+    "dpu": "dpu",
+    "acco": "acco",
+    "8-bit": "acco-coarse",
+    "node": "acco-node",
+    "adaptive": "adaptive",
+}
 
 
 @dataclass(frozen=True)
@@ -78,7 +87,7 @@ class Cell:
         size, rate: which; Gbit/s of a node.
         steps: micro-batches per rank and update.
         r: one exchange over the compute of an update.
-        share: of the tokens per second that compute alone would make, by method.
+        share: of the tokens per second that compute alone would make, by column.
         growth: adaptive micro-batches per update over `steps`.
         state_bytes: of a GPU: weights, gradients, optimizer.
     """
@@ -102,9 +111,11 @@ def cell(size: Size, rate: float, given: Assumptions) -> Cell:
     cluster = Cluster(ranks, PER_NODE // size.tensor_parallel, given.inside, between)
     costs = cluster.costs(own, WIRE_BYTES, WEIGHT_BYTES, compute)
     times = ComputeTimes(compute, given.spread)
-    setting = Setting(ranks, steps, times, costs, given.most_per_half, given.updates)
+    inside = cluster.inside_costs(own, WIRE_BYTES, WEIGHT_BYTES)
+    most, per_node = given.most_per_half, cluster.per_node
+    setting = Setting(ranks, steps, times, costs, most, given.updates, 0, WIRE_BYTES, per_node, inside)
     alone = play("compute", setting).rate
-    played: dict[str, Played] = {method: play(method, setting) for method in COLUMNS}
+    played: dict[str, Played] = {name: play(method, setting) for name, method in COLUMNS.items()}
     return Cell(
         size,
         rate,

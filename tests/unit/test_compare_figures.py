@@ -90,7 +90,9 @@ def test_predictions_for_hosts_of_unequal_speed_wait_for_the_slower() -> None:
     assert figures.predicted("sync", run) == pytest.approx(2 * K / (K * 1.0 + 1.0))
     assert figures.predicted("zero2", run) == pytest.approx(2 * K / (K * (1.0 + 1.2) + 0.6))
     assert figures.predicted("adaptive", run) == pytest.approx(1 / 0.5 + 1 / 1.0, rel=0.02)
-    assert figures.predicted("acco-8-bit", run) is None
+    for name in ("acco-8-bit", "acco-node"):
+        assert figures.predicted(name, run) == pytest.approx(2 * K / (K * 1.0))
+    assert figures.predicted("auto", run) is None
 
 
 def test_what_makes_exact_methods_differ_is_seen() -> None:

@@ -11,12 +11,12 @@ import numpy
 import pytest
 
 from megatron_acco.cli.main import main
-from megatron_acco.cli.simulate import formula
+from megatron_acco.cli.simulate import NAMES, formula
 from megatron_acco.cost_model import Costs, Link
 from megatron_acco.report.runs import read_runs
 from megatron_acco.simulation.compute_times import ComputeTimes, measured
 from megatron_acco.simulation.links import Cluster
-from megatron_acco.simulation.rounds import METHODS, Setting, play
+from megatron_acco.simulation.rounds import HALVES, METHODS, Setting, play
 from megatron_acco.simulation.sizes import COLUMNS, SIZES, Assumptions, cell
 from megatron_acco.timeline import Span, write_trace
 from tests.unit.test_report import train, write_run
@@ -31,10 +31,11 @@ def test_equal_ranks_without_spread_take_the_time_of_the_cost_model(method: str,
     """Also the batch that adaptive accumulation arrives at, with and without its limit."""
     for k in (1, 2, 5, 8):
         for exchange in (0.0, 0.1, 0.9, 1.0, 7.3, 40.0):
-            if method == "acco" and k == 1:
+            if method in HALVES and k == 1:
                 continue
             costs = Costs(1.0, exchange, 1.3 * exchange, 0.6 * exchange, blocking)
-            setting = Setting(3, k, ComputeTimes(1.0), costs, most_per_half=16, updates=4)
+            nodes = {"per_node": 2, "inside": 0.7 * exchange}
+            setting = Setting(4, k, ComputeTimes(1.0), costs, most_per_half=16, updates=4, **nodes)
             played = play(method, setting)
             assert played.seconds == pytest.approx(formula(method, setting)), (k, exchange)
             steps = costs.adaptive_steps(max(2, k), 16) if method == "adaptive" else k
@@ -246,8 +247,9 @@ def test_the_command_prints_a_row_per_method(capsys: pytest.CaptureFixture[str])
     output = capsys.readouterr().out
     assert "16 ranks, 8 micro-batches per rank and update of 250.0 ms (spread 0.0%)" in output and "r = 0.78" in output
     found = rows(output)
-    assert set(found) >= set(METHODS)
-    for method in METHODS:
+    names = [NAMES.get(method, method) for method in METHODS]
+    assert set(found) >= set(names)
+    for method in names:
         assert float(found[method][1]) == float(found[method][-1]), "without spread: the formula"
     assert main([*WORDS, "--ranks-per-node", "8", "--slow-share", "0.1", "--pause-every", "60", "--pause", "2"]) == 0
     slow = rows(capsys.readouterr().out)
@@ -264,12 +266,18 @@ def test_compute_times_from_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert "--compute-from gives the compute times; leave out --compute-ms" in capsys.readouterr().err
 
 
+def test_estimates_inside_nodes_wait_for_a_nodes_ranks_only() -> None:
+    times, costs = ComputeTimes(1.0, spread=0.8), Costs(1.0, 0.5)
+    rates = [play("acco-node", Setting(32, 2, times, costs, per_node=n, inside=0.2)).rate for n in (2, 8, 32)]
+    assert rates[0] > rates[1] > rates[2]
+
+
 def test_the_table_of_model_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "--simulate", "--table"]) == 0
     output = capsys.readouterr().out
     assert "4096 tokens per GPU and micro-batch" in output and "395 TFLOP/s" in output
     table = [line.split("|")[1:-1] for line in output.splitlines() if line.startswith("|")]
-    assert len(table) == 2 + 8 * 4 and {len(line) for line in table} == {13}
+    assert len(table) == 2 + 8 * 4 and {len(line) for line in table} == {15}
     # A slower network never helps, and adaptive accumulation keeps compute busy on all of them.
     for size in SIZES:
         cells = [cell(size, rate, Assumptions(updates=5)) for rate in (10.0, 25.0, 100.0, 400.0)]
