@@ -31,6 +31,7 @@ import argparse
 import contextlib
 import functools
 import itertools
+import math
 import os
 import re
 import shlex
@@ -48,6 +49,7 @@ from typing import IO, Any
 INTERFACE = "eth0"
 NETWORK = "10.77.0"
 MOST_HOSTS = 200
+LEAST_CPU = 0.05
 NAME = "megatron-acco-box"
 START_SECONDS = 30.0
 # Short, so that a slow host is slow evenly and not in steps of a tenth of a second.
@@ -133,8 +135,8 @@ class Cluster:
         for value in self._rates:
             bits_per_second(value)
         self._cpu = _per_host("cpu", cpu, hosts)
-        if any(value is not None and not value >= 0.05 for value in self._cpu):
-            raise ValueError(f"cpu must be at least 0.05 CPUs, got {cpu}")
+        if any(value is not None and not LEAST_CPU <= value < math.inf for value in self._cpu):
+            raise ValueError(f"cpu must be at least {LEAST_CPU} CPUs, got {cpu}")
         cpus = sorted(os.sched_getaffinity(0))
         bound = [[cpus[host % len(cpus)]] for host in range(hosts)] if pin is True else pin
         self._pin = _per_host("pin", bound or None, hosts)

@@ -35,7 +35,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import megatron_acco
-from benchmarks import turns
+from benchmarks import common, turns
 from megatron_acco.corpus import CorpusSettings, load_corpus, prepare_corpus, standard_library
 
 UNEQUAL = 0.8
@@ -80,8 +80,8 @@ class Run:
     optimizer: str = "AdamW"
 
 
-def parse_arguments() -> argparse.Namespace:
-    """Command line; the launcher adds --local_rank."""
+def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
+    """The command line, checked; the launcher adds --local_rank."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--methods", nargs="+", choices=METHODS, default=["zero1", "acco", "dpu", "wp"])
     parser.add_argument("--seeds", nargs="+", type=int, default=[1, 2, 3])
@@ -100,12 +100,46 @@ def parse_arguments() -> argparse.Namespace:
     turns.add_model_arguments(parser, seq_length=128, hidden_size=128, num_layers=2)
     parser.add_argument("--out", type=Path, default=Path("runs/convergence"))
     parser.add_argument("--local_rank", type=int, default=-1)
-    return parser.parse_args()
+    args = parser.parse_args(arguments)
+    for name in ("methods", "seeds", "gas", "lr"):
+        setattr(args, name, list(dict.fromkeys(getattr(args, name))))
+    for message, wrong in _problems(args).items():
+        if wrong:
+            parser.error(message)
+    try:
+        common.check_folder(args.out)
+    except ValueError as error:
+        parser.error(str(error))
+    return args
+
+
+def _problems(args: argparse.Namespace) -> dict[str, bool]:
+    whole = ("updates", "validations", *common.SIZES)
+    sections = {name: METHODS[name] for name in args.methods}
+    halves = [name for name, acco in sections.items() if acco is not None and acco.get("mode", "acco") == "acco"]
+    return {
+        **{f"--{name.replace('_', '-')} must be 1 or more": getattr(args, name) < 1 for name in whole},
+        "--gas must be 1 or more": min(args.gas) < 1,
+        f"--gas 1: an update of {', '.join(halves)} has two halves, and so 2 micro-batches or more": min(args.gas) < 2
+        and bool(halves),
+        "--micro-batches must be enough for an update of every --gas": args.micro_batches is not None
+        and args.micro_batches < max(args.gas),
+        "--lr must be above 0 and finite": not all(0 < lr < math.inf for lr in args.lr),
+        **{
+            f"--{name.replace('_', '-')} must be 0 or more": not 0 <= getattr(args, name) < math.inf
+            for name in ("lr_warmup", "sync_updates", "clip")
+        },
+    }
 
 
 def main() -> None:
     """Train what is not there yet, report on rank 0."""
     args = parse_arguments()
+    path: Path = args.out / RESULTS
+    try:
+        known = read(path)  # before the ranks meet: none of them appends to it yet
+    except ValueError as error:
+        raise SystemExit(f"ERROR: {error}") from error
     turns.start()
     corpus = Text(args)
     grid = itertools.product(args.gas, args.lr, args.seeds, args.methods)
@@ -123,9 +157,6 @@ def main() -> None:
             "ranks": dist.get_world_size(),
         }
         runs.append(Run(**{**fixed, **cell, **lengths}))
-    path: Path = args.out / RESULTS
-    known = read(path)
-    dist.barrier()
     for run in runs:
         if run in known:
             continue
@@ -134,8 +165,7 @@ def main() -> None:
         if dist.get_rank() == 0:
             print(f"{run.method:24} seed {run.seed} gas {run.gas} lr {run.lr:g}: {curve[-1][1]:.4f}", flush=True)
             line = {**asdict(run), "curve": curve, "seconds": round(time.perf_counter() - start, 1)}
-            with path.open("a") as file:
-                file.write(json.dumps(line) + "\n")
+            append(path, json.dumps(line))
     if dist.get_rank() == 0:
         report(runs, known)
         draw(runs, known, args.out / "convergence.png")
@@ -237,14 +267,34 @@ def validate(engine: Any, text: Text, batches: int = 16) -> float:
 
 
 def read(path: Path) -> dict[Run, Curve]:
-    """Finished runs."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    """Finished runs. A last line without its end was cut off while it was written, and does not count.
+
+    Raises:
+        ValueError: another line is damaged.
+    """
     known = {}
-    for line in path.read_text().splitlines() if path.exists() else ():
-        record = json.loads(line)
-        run = Run(**{name: record[name] for name in Run.__dataclass_fields__ if name in record})
-        known[run] = [(int(update), float(loss)) for update, loss in record["curve"]]
+    lines = path.read_text().split("\n")[:-1] if path.exists() else []
+    for number, line in enumerate(lines, start=1):
+        try:
+            record = json.loads(line)
+            run = Run(**{name: record[name] for name in Run.__dataclass_fields__ if name in record})
+            curve = [(int(update), float(loss)) for update, loss in record["curve"]]
+            if not curve:
+                raise ValueError("its curve is empty")
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{path}, line {number} is not a finished run: {error}; remove that line") from error
+        known[run] = curve
     return known
+
+
+def append(path: Path, line: str) -> None:
+    """Add a line, in the place of one that was cut off."""
+    with path.open("ab+") as file:
+        file.seek(0)
+        before = file.read()
+        if not before.endswith(b"\n"):
+            file.truncate(before.rfind(b"\n") + 1)
+        file.write(line.encode() + b"\n")
 
 
 def report(runs: Sequence[Run], known: dict[Run, Curve]) -> None:
@@ -262,28 +312,45 @@ def report(runs: Sequence[Run], known: dict[Run, Curve]) -> None:
         of = {(run.method, run.seed): known[run][-1][1] for run in cell}
         for method in dict.fromkeys(run.method for run in cell):
             losses = [loss for (name, _), loss in of.items() if name == method]
-            line = f"{method:24}{statistics.mean(losses):9.4f}{min(losses):9.4f}{max(losses):9.4f}"
+            line = f"{method:24}" + "".join(f"{value:9.4f}" for value in spread(losses))
             if any(run.method == BASELINE for run in cell):
                 base = [of[BASELINE, seed] for name, seed in of if name == method]
                 off = [100 * (loss / other - 1) for loss, other in zip(losses, base, strict=True)]
-                line += f"{statistics.mean(off):+10.3f}%{min(off):+8.3f}%{max(off):+8.3f}%"
-                updates, loss = mean_curve(BASELINE, cell, known)[-2]
-                reached = reaches(mean_curve(method, cell, known), loss)
-                line += f"{'-':>9}" if reached is None else f"{reached / updates:9.3f}"
-            print(line)
+                middle, low, high = spread(off)
+                line += f"{middle:+10.3f}%{low:+8.3f}%{high:+8.3f}%"
+                share = updates_to_loss(mean_curve(method, cell, known), mean_curve(BASELINE, cell, known))
+                line += f"{'-':>9}" if share is None else f"{share:9.3f}"
+            diverged = sum(not math.isfinite(loss) for loss in losses)
+            print(line + (f"  {diverged} of {len(losses)} diverged" if diverged else ""))
+
+
+def spread(values: Sequence[float]) -> tuple[float, float, float]:
+    """Mean, smallest and largest; what is not a number is larger than all numbers."""
+    ordered = sorted(values, key=lambda value: (math.isnan(value), value))
+    return statistics.mean(values), ordered[0], ordered[-1]
 
 
 def mean_curve(method: str, cell: Sequence[Run], known: dict[Run, Curve]) -> Curve:
-    """Over the seeds."""
-    curves = [known[run] for run in cell if run.method == method]
-    return [(points[0][0], statistics.mean(loss for _, loss in points)) for points in zip(*curves, strict=True)]
+    """Over the seeds, where all of them were validated: earlier starts may have had other --validations."""
+    curves = [dict(known[run]) for run in cell if run.method == method]
+    shared = [update for update in curves[0] if all(update in curve for curve in curves)]
+    return [(update, statistics.mean(curve[update] for curve in curves)) for update in shared]
+
+
+def updates_to_loss(curve: Curve, base: Curve) -> float | None:
+    """Updates that `curve` takes to the loss of `base` at its last validation but one, over those of `base`."""
+    if len(base) < 2:
+        return None
+    updates, loss = base[-2]
+    reached = reaches(curve, loss)
+    return None if reached is None else reached / updates
 
 
 def reaches(curve: Curve, loss: float) -> float | None:
     """Updates after which `curve` is at `loss` for the first time; None: never."""
-    for (start, before), (end, after) in itertools.pairwise(curve):
+    for (start, before), (end, after) in itertools.pairwise([curve[0], *curve]):
         if after <= loss:
-            return start + (end - start) * (before - loss) / (before - after) if before > loss else start
+            return start + (end - start) * (before - loss) / (before - after) if before > loss else float(end)
     return None
 
 

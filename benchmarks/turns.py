@@ -20,6 +20,7 @@ from megatron.core import parallel_state
 
 import megatron_acco
 from benchmarks.common import add_model_arguments as add_model_arguments
+from benchmarks.common import attention_heads
 from benchmarks.common import ratios as ratios
 from benchmarks.common import spread as spread
 from megatron_acco.shared_memory import release_shared_memory
@@ -44,12 +45,14 @@ def new_model(args: argparse.Namespace, seed: int = 1234) -> torch.nn.Module:
     options = ModelOptions(
         num_layers=args.num_layers,
         hidden_size=args.hidden_size,
-        num_attention_heads=max(1, args.hidden_size // 64),
+        num_attention_heads=attention_heads(args.hidden_size),
         max_position_embeddings=args.seq_length,
         hidden_dropout=0.0,
         attention_dropout=0.0,
     )
-    return build_model(options, VOCABULARY, torch.bfloat16 if args.bf16 else torch.float32)
+    dtype = torch.bfloat16 if args.bf16 else torch.float32
+    # Position embeddings are made in fp32: an engine would convert them, the bare model must run too.
+    return build_model(options, VOCABULARY, dtype).to(dtype)
 
 
 def new_engine(

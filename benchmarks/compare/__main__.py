@@ -5,26 +5,31 @@ from __future__ import annotations
 import argparse
 import json
 import pickle
+import signal
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
+from benchmarks import common
 from benchmarks.cluster import Cluster, ClusterError
 from benchmarks.compare import figures, options, pictures
 
 
 def main() -> int:
-    """0: every method of every run was measured; 1: not so; 2: there can be no such cluster."""
+    """0: every method of every run was measured; 1: not so; 2: there can be no such cluster, or no such folder."""
     args = options.parse_arguments()
-    args.out.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *unused: sys.exit(128 + signal.SIGTERM))
     try:
+        common.check_folder(args.out)
         return _one(args) if args.sweep is None else _several(args)
+    except KeyboardInterrupt:
+        print("ERROR: interrupted", file=sys.stderr)
+        return 128 + signal.SIGINT
     except (ClusterError, ValueError) as error:
         print(f"ERROR: {error}", file=sys.stderr)
         return 2
-    except RuntimeError as error:
+    except (RuntimeError, OSError) as error:
         print(f"ERROR: {error}", file=sys.stderr)
         return 1
 
@@ -40,22 +45,23 @@ def _one(args: argparse.Namespace) -> int:
 
 def _several(args: argparse.Namespace) -> int:
     name, values = args.sweep
+    stem = args.out / f"sweep-{name}"
     results: list[dict[str, Any] | None] = []
+    lines: list[str] = []
     for value in values:
         print(f"\n==== {name} = {value:g}", flush=True)
         try:
-            result = run(options.at(args, value))
+            results.append(run(options.at(args, value)))
+            print("\n" + "\n".join(figures.report(results[-1])), flush=True)
         except (ClusterError, RuntimeError) as error:
             print(f"ERROR: {error}", file=sys.stderr)
             results.append(None)
-            continue
-        results.append(result)
-        print("\n" + "\n".join(figures.report(result)), flush=True)
-    lines = figures.summary(name, values, results, args.methods)
+        # What there is so far: an end before the last value does not take the others along.
+        done = values[: len(results)]
+        lines = figures.summary(name, done, results, args.methods)
+        figures.save(stem, lines, {"parameter": name, "values": done, "runs": results})
+        pictures.draw_sweep(name, done, results, args.methods, stem.with_suffix(".png"))
     print("\n" + "\n".join(lines))
-    stem = args.out / f"sweep-{name}"
-    figures.save(stem, lines, {"parameter": name, "values": values, "runs": results})
-    pictures.draw_sweep(name, values, results, args.methods, stem.with_suffix(".png"))
     return 1 if any(result is None or result["failed"] for result in results) else 0
 
 
@@ -67,13 +73,11 @@ def run(args: argparse.Namespace) -> dict[str, Any]:
         RuntimeError: the run as a whole failed.
     """
     cpu = args.cpu if len(args.cpu) > 1 else args.cpu[0]
-    with (
-        Cluster(args.hosts, args.rate, cpu, pin=not args.no_pin, ssh=False) as cluster,
-        tempfile.TemporaryDirectory() as name,
-    ):
-        folder = Path(name)
+    with Cluster(args.hosts, args.rate, cpu, pin=not args.no_pin, ssh=False) as cluster:
+        folder = cluster.folder  # the next cluster removes it should this process be killed
         (folder / "arguments").write_bytes(pickle.dumps(args))
-        job = cluster.launch([sys.executable, "-m", "benchmarks.compare.rank", name], env={"OMP_NUM_THREADS": "1"})
+        command = [sys.executable, "-m", "benchmarks.compare.rank", str(folder)]
+        job = cluster.launch(command, env={"OMP_NUM_THREADS": "1"})
         try:
             codes = job.wait(args.limit, poll=lambda: _set_rate(cluster, folder))
         except subprocess.TimeoutExpired as error:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import benchmarks.compare
 from benchmarks import common
-from benchmarks.cluster import bits_per_second
+from benchmarks.cluster import LEAST_CPU, MOST_HOSTS, bits_per_second
 from benchmarks.compare.methods import DEFAULT, METHODS
 
 # Parameter of a sweep: what it is called in tables, and the options that a value of it stands for.
@@ -20,6 +21,9 @@ SWEEPS: dict[str, tuple[str, Callable[[argparse.Namespace, float], dict[str, Any
     "slow": ("slow-down of the last host", lambda args, value: {"cpu": [1.0] * (args.hosts - 1) + [1.0 / value]}),
     "hidden-size": ("hidden size of the model", lambda args, value: {"hidden_size": int(value)}),
 }
+
+# Links that `tc` can shape, and on which a run ends.
+LEAST_R, MOST_R = 1e-3, 1e3
 
 
 def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -45,14 +49,18 @@ def parse_arguments(arguments: list[str] | None = None) -> argparse.Namespace:
     common.add_model_arguments(parser, seq_length=512, hidden_size=128, num_layers=4)
     parser.add_argument("--out", type=Path, default=Path("runs/compare"), help="folder of tables, JSON and pictures")
     args = parser.parse_args(arguments)
-    for message, wrong in _problems(args).items():
-        if wrong:
-            parser.error(message)
+    args.methods = list(dict.fromkeys(args.methods))  # turns of a method are counted by its name
     try:
         bits_per_second(args.rate)
         args.sweep = _sweep(args)
     except ValueError as error:
         parser.error(str(error))
+    # Every run of a sweep, before the first of them.
+    for value in (None,) if args.sweep is None else args.sweep[1]:
+        where = "" if value is None else f"--sweep {args.sweep[0]} {value:g}: "
+        for message, wrong in _problems(args if value is None else at(args, value)).items():
+            if wrong:
+                parser.error(where + message)
     return args
 
 
@@ -61,7 +69,11 @@ def _problems(args: argparse.Namespace) -> dict[str, bool]:
     pytorch = [name for name in ("ddp", "fsdp2") if name in args.methods]
     return {
         "--hosts must be 2 or more": args.hosts < 2,
-        "--r must be above 0": args.r is not None and not args.r > 0,
+        f"--hosts must be {MOST_HOSTS} or less": args.hosts > MOST_HOSTS,
+        "--cpu takes one number for all hosts, or one for each": len(args.cpu) not in (1, args.hosts),
+        f"--cpu must be {LEAST_CPU} or more": not all(LEAST_CPU <= cpu < math.inf for cpu in args.cpu),
+        f"--r must be {LEAST_R:g} to {MOST_R:g}": args.r is not None and not LEAST_R <= args.r <= MOST_R,
+        "--limit must be above 0": not args.limit > 0,
         **{f"--{name.replace('_', '-')} must be 1 or more": getattr(args, name) < 1 for name in whole},
         f"--bf16: {' and '.join(pytorch)} would train without fp32 masters; leave them out": args.bf16
         and bool(pytorch),
@@ -81,10 +93,14 @@ def _sweep(args: argparse.Namespace) -> tuple[str, list[float]] | None:
         raise ValueError(f"--sweep takes a parameter ({', '.join(SWEEPS)}) and its values, got {' '.join(args.sweep)}")
     if name == "r" and args.rate is not None:
         raise ValueError("--sweep r chooses the rate; leave out --rate")
-    numbers = [float(value) for value in values]
-    least = {"r": 1e-3, "hosts": 2.0}.get(name, 1.0)
+    if name == "slow" and args.cpu != [1.0]:
+        raise ValueError("--sweep slow chooses the CPUs; leave out --cpu")
+    numbers = list(dict.fromkeys(map(float, values)))
+    least = {"r": LEAST_R, "hosts": 2.0}.get(name, 1.0)
     if not all(least <= number < 1e6 for number in numbers):
         raise ValueError(f"--sweep {name}: values must be {least:g} or more, got {' '.join(values)}")
+    if name not in ("r", "slow") and not all(number.is_integer() for number in numbers):
+        raise ValueError(f"--sweep {name}: values must be whole numbers, got {' '.join(values)}")
     return name, numbers
 
 

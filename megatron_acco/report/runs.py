@@ -96,7 +96,7 @@ def read_records(path: Path) -> Records:
             key = str(record["kind"]), str(record.get("set", ""))
             found.setdefault(key, {})[record.iteration] = record
             cut = cut and number <= len(lines)
-        except (ValueError, KeyError, TypeError, OverflowError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             if number < len(lines) + bool(rest):
                 raise ValueError(f"{path}, line {number} is not a record of a training log: {error}") from error
             cut = True
@@ -156,7 +156,7 @@ def _read_arguments(path: Path, notes: list[str]) -> dict[str, Any]:
         notes.append(f"its {ARGUMENTS} does not hold arguments")
     except FileNotFoundError:
         notes.append(f"it has no {ARGUMENTS}: its configuration is not known")
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         notes.append(f"its {ARGUMENTS} cannot be read: {error}")
     return {}
 
@@ -189,4 +189,7 @@ def flatten(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
 def _number(value: Any) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return math.nan
-    return float(value) if math.isfinite(value) else math.nan
+    try:
+        return float(value) if math.isfinite(value) else math.nan
+    except OverflowError:  # a whole number beyond the largest float
+        return math.nan

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import argparse
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from benchmarks import turns
+from benchmarks.compare import __main__ as compare
 from benchmarks.compare import figures, options, pictures, rank
 from benchmarks.compare.methods import DEFAULT, METHODS
 from megatron_acco.cli.plan import Case, predict
@@ -118,6 +122,48 @@ def test_failures_of_all_ranks_are_kept_and_failures_of_some_end_the_run(
         rank.Failures(tmp_path, 1, 2).attempt("fsdp2", fail)
 
 
+def test_names_and_values_given_twice_count_once() -> None:
+    args = options.parse_arguments("--methods zero1 compute zero1 --sweep gas 2 4 2".split())
+    assert args.methods == ["zero1", "compute"] and args.sweep == ("gas", [2.0, 4.0])
+
+
+def test_a_folder_that_cannot_be_written_is_known_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setattr("sys.argv", ["compare", "--out", str(tmp_path / "file")])
+    monkeypatch.setattr(compare, "run", lambda args: pytest.fail("it ran"))
+    assert compare.main() == 2 and f"--out {tmp_path / 'file'}: File exists" in capsys.readouterr().err
+
+
+def test_what_a_sweep_has_measured_outlives_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def once(args: argparse.Namespace) -> figures.Result:
+        if args.gas > 2:
+            raise KeyboardInterrupt
+        return result()
+
+    words = "--methods zero1 acco --sweep gas 2 4 --out".split()
+    monkeypatch.setattr("sys.argv", ["compare", *words, str(tmp_path)])
+    monkeypatch.setattr(compare, "run", once)
+    drawn: list[Path] = []
+    monkeypatch.setattr(pictures, "draw_sweep", lambda *unused: drawn.append(unused[-1]))
+    monkeypatch.setattr("signal.signal", lambda *unused: None)
+    assert compare.main() == 130
+    saved = json.loads((tmp_path / "sweep-gas.json").read_text())
+    assert saved["values"] == [2.0] and len(saved["runs"]) == 1 and drawn == [tmp_path / "sweep-gas.png"]
+
+
+def test_the_bare_model_runs_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of which `compute` is made: no engine has converted it."""
+    shape = argparse.Namespace(hidden_size=200, num_layers=1, seq_length=8, micro_batch_size=1, bf16=True)
+    built = {}
+    monkeypatch.setattr(
+        turns, "build_model", lambda options, *unused: built.update(vars(options)) or torch.nn.Linear(2, 2)
+    )
+    assert {p.dtype for p in turns.new_model(shape).parameters()} == {torch.bfloat16}
+    assert built["hidden_size"] % built["num_attention_heads"] == 0
+
+
 def test_a_sweep_changes_one_thing() -> None:
     args = options.parse_arguments("--gas 2 --hosts 3 --sweep slow 1 4".split())
     assert args.methods == list(DEFAULT)
@@ -139,8 +185,16 @@ def test_a_sweep_changes_one_thing() -> None:
         ("--sweep r 0.5 x", "could not convert string to float: 'x'"),
         ("--sweep slow 0.5", "values must be 1 or more"),
         ("--sweep r 1 --rate 100mbit", "leave out --rate"),
+        ("--sweep hosts 2 3.5", "values must be whole numbers"),
+        ("--sweep hosts 2 201", "--sweep hosts 201: --hosts must be 200 or less"),
+        ("--sweep hosts 2 3 --cpu 1 0.5", "--sweep hosts 3: --cpu takes one number for all hosts, or one for each"),
+        ("--sweep slow 2 40", "--sweep slow 40: --cpu must be 0.05 or more"),
+        ("--sweep slow 2 --cpu 0.5", "--sweep slow chooses the CPUs; leave out --cpu"),
+        ("--cpu inf", "--cpu must be 0.05 or more"),
+        ("--r inf", "--r must be 0.001 to 1000"),
+        ("--limit nan", "--limit must be above 0"),
         ("--rate 100", "a rate is a number with kbit"),
-        ("--r 0", "--r must be above 0"),
+        ("--r 0", "--r must be 0.001 to 1000"),
         ("--hosts 1", "--hosts must be 2 or more"),
         ("--gas 0", "--gas must be 1 or more"),
         ("--bf16", "ddp and fsdp2 would train without fp32 masters"),
