@@ -279,7 +279,7 @@ def draw(case: Case, out: Path) -> None:
 
 
 def _check(args: argparse.Namespace) -> None:
-    alone = simulate.only_for_simulations(args)
+    alone, own = simulate.only_for_simulations(args), simulate.not_for_tables(args)
     positive = ("parameters", "compute_ms", "tflops", "bandwidth_gbit")
     whole = ("ranks", "micro_batches", "max_micro_batches_per_half")
     problems = {
@@ -294,6 +294,7 @@ def _check(args: argparse.Namespace) -> None:
         },
         "--compute-ms and --tflops contradict each other; give one": None not in (args.compute_ms, args.tflops),
         f"{', '.join(alone)}: only with --simulate": bool(alone),
+        f"--table has models, ranks and links of its own; leave out {', '.join(own)}": bool(own),
         **(simulate.problems(args) if args.simulate else {}),
         **({} if args.table else _missing(args)),
         "--measure measures the link; leave out --bandwidth-gbit and --latency-us": args.measure

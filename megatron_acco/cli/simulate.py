@@ -54,10 +54,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def only_for_simulations(args: argparse.Namespace) -> list[str]:
     """Flags that were given although nothing is simulated."""
+    return [f"--{name.replace('_', '-')}" for name in _given(args) if not args.simulate]
+
+
+def not_for_tables(args: argparse.Namespace) -> list[str]:
+    """Flags that were given although the table has models, ranks and links of its own."""
+    plan = ("parameters", "ranks", "micro_batches", "compute_ms", "bandwidth_gbit", "latency_us", "measure")
+    given = [name for name in plan if getattr(args, name)]
+    given += [name for name in _given(args) if name not in ("simulate", "table", "spread")]
+    return [f"--{name.replace('_', '-')}" for name in given if args.table]
+
+
+def _given(args: argparse.Namespace) -> list[str]:
     defaults = argparse.ArgumentParser()
     add_arguments(defaults)
-    changed = [name for name, value in vars(defaults.parse_args([])).items() if getattr(args, name) != value]
-    return [f"--{name.replace('_', '-')}" for name in changed if not args.simulate]
+    return [name for name, value in vars(defaults.parse_args([])).items() if getattr(args, name) != value]
 
 
 def problems(args: argparse.Namespace) -> dict[str, bool]:

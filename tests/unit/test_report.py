@@ -274,6 +274,16 @@ def test_bad_input_gives_one_message(
     assert not Path("r.html").exists()
 
 
+def test_values_that_python_cannot_hold_are_no_crash(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run", [train(1, grad_norm=10**400)])
+    (folder / "arguments.json").write_text('{"a":' * 100_000)
+    run = read_runs([str(folder)])[0]
+    assert math.isnan(run.records.train[0].number("grad_norm")) and "arguments.json cannot be read" in run.notes[0]
+    (folder / "metrics.jsonl").write_text("[" * 100_000 + "\n" + json.dumps(train(1)) + "\n")
+    with pytest.raises(ValueError, match="line 1 is not a record"):
+        read_runs([str(folder)])
+
+
 def test_two_folders_of_one_name_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     for name in ("a/run", "b/run"):

@@ -304,6 +304,7 @@ def test_many_ranks_take_seconds() -> None:
     [
         (["--updates", "0"], "--updates must be 1 to 100000"),
         (["--spread", "-1"], "--spread must be 0 to 3"),
+        (["--table", "--seed", "3"], "--table has models, ranks and links of its own; leave out --parameters, --ranks"),
         (["--spread", "nan"], "--spread must be 0 to 3"),
         (["--slow-share", "1.5"], "--slow-share must be 0 to 1"),
         (["--slow-factor", "0.5"], "--slow-factor must be 1 or more"),
