@@ -12,7 +12,8 @@ is how many updates the mean curve takes to ZeRO-1's loss at its last validation
 between validations): divided by a method's speed relative to ZeRO-1's it is the time to that loss.
 
 Finished runs are lines of `OUT/results.jsonl`: a second start goes on where the first one stopped, and adds methods,
-seeds, batch sizes and learning rates. `OUT/convergence.png` has the curves, where matplotlib is installed.
+seeds, batch sizes and learning rates. `OUT/convergence.png` has the curves, `OUT/learning-rates.png` the last losses over
+several rates, where matplotlib is installed.
 """
 
 from __future__ import annotations
@@ -169,6 +170,7 @@ def main() -> None:
     if dist.get_rank() == 0:
         report(runs, known)
         draw(runs, known, args.out / "convergence.png")
+        draw_rates(runs, known, args.out / "learning-rates.png")
     dist.barrier()
     dist.destroy_process_group()
 
@@ -368,6 +370,28 @@ def draw(runs: Sequence[Run], known: dict[Run, Curve], path: Path) -> None:
         for method in dict.fromkeys(run.method for run in cell):
             axes.plot(*zip(*mean_curve(method, cell, known), strict=True), label=method, marker=".")
         axes.set(title=f"gas {gas}, lr {lr:g}", xlabel="updates", ylabel="validation loss at theta_t")
+        axes.legend(fontsize=7)
+    figure.savefig(path, dpi=120)
+
+
+def draw_rates(runs: Sequence[Run], known: dict[Run, Curve], path: Path) -> None:
+    """The last losses over several learning rates, mean and range over the seeds, one picture for each batch size."""
+    if importlib.util.find_spec("matplotlib") is None or len({run.lr for run in runs}) < 2:
+        return
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    sizes = sorted({run.gas for run in runs})
+    figure = Figure(figsize=(5.5 * len(sizes), 4.5), layout="constrained")
+    FigureCanvasAgg(figure)
+    for axes, gas in zip(figure.subplots(1, len(sizes), squeeze=False)[0], sizes, strict=True):
+        for method in dict.fromkeys(run.method for run in runs):
+            of = {lr: [known[r][-1][1] for r in runs if (r.method, r.gas, r.lr) == (method, gas, lr)]
+                  for lr in sorted({run.lr for run in runs})}  # fmt: skip
+            middle, low, high = zip(*map(spread, of.values()), strict=True)
+            errors = [[m - a for m, a in zip(middle, low)], [b - m for m, b in zip(middle, high)]]  # noqa: B905
+            axes.errorbar(list(of), middle, yerr=errors, label=method, marker=".", capsize=3)
+        axes.set(title=f"gas {gas}", xscale="log", xlabel="peak learning rate", ylabel="last validation loss")
         axes.legend(fontsize=7)
     figure.savefig(path, dpi=120)
 
