@@ -12,8 +12,8 @@ is how many updates the mean curve takes to ZeRO-1's loss at its last validation
 between validations): divided by a method's speed relative to ZeRO-1's it is the time to that loss.
 
 Finished runs are lines of `OUT/results.jsonl`: a second start goes on where the first one stopped, and adds methods,
-seeds, batch sizes and learning rates. `OUT/convergence.png` has the curves, `OUT/learning-rates.png` the last losses over
-several rates, where matplotlib is installed.
+seeds, batch sizes and learning rates. Where matplotlib is installed, `OUT/convergence.png` has the curves, and
+`OUT/learning-rates.png` the last losses over several rates.
 """
 
 from __future__ import annotations
