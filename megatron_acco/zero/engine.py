@@ -59,7 +59,6 @@ class AccoEngine(CheckpointEngine):
                 f"give an optimizer in the JSON or to initialize(), and ZeRO stage 1"
             )
         self.optimizer.on_commit = self._commit_settled
-        self._check_same_on_all_ranks()
         log_dist(
             f"ACCO is active: mode {config.mode.value}, optimizer {type(self.optimizer.optimizer).__name__}, "
             f"{self.gradient_accumulation_steps()} micro-batches per rank and update"
@@ -74,8 +73,9 @@ class AccoEngine(CheckpointEngine):
     # ---- construction -----------------------------------------------------------------------------------------------
 
     def _set_distributed_vars(self, args: Any) -> None:
-        """As the base; refuses parallelism that rounds do not know yet before the model is moved or flattened."""
+        """As the base; refuses what rounds cannot do before the model is moved or flattened, and groups are made."""
         super()._set_distributed_vars(args)
+        self._check_same_on_all_ranks()
         size = groups._get_sequence_parallel_world_size()
         if size > 1:
             raise ValueError(
@@ -270,6 +270,12 @@ class AccoEngine(CheckpointEngine):
             if getattr(self, name, None) is not None:
                 getattr(self, name).remove()
         super().destroy()
+
+    def __del__(self) -> None:
+        """As the base, at another moment on every rank: they would not agree on who takes which group next."""
+        if isinstance(getattr(self, "optimizer", None), AccoZeroOptimizer):
+            self.optimizer.keep_groups()
+        super().__del__()
 
     def real_parameters(self) -> ContextManager[None]:
         """Context manager: drains what is in flight, shows theta_t in the module, then puts theta~_t back.

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from megatron_acco.config import ALL, NODE
 from megatron_acco.hosts.network import host_key
-from megatron_acco.zero.collectives import Exchange, TwoLevelExchange, clone_group, give_back_group, make_exchange
+from megatron_acco.zero.collectives import Exchange, TwoLevelExchange, clone_group, make_exchange
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class Exchanges:
     Attributes:
         commit, estimate: of the two kinds of round; one object where all ranks exchange estimates. The estimate's is
             over the ranks among which masters and optimizer state are cut.
-        groups: to give back.
+        groups: to give back, once and on all ranks in the same order.
     """
 
     commit: Exchange
@@ -101,10 +101,4 @@ def lane_exchanges(group: dist.ProcessGroup, levels: Levels | None, wire_dtype: 
     between = torch.float32 if wire_dtype is torch.float16 else wire_dtype
     outer = make_exchange(clone_group(group, members=peers), between)
     commit = TwoLevelExchange(inner, outer, whole, levels.groups)
-    return Exchanges(commit, inner, [whole.group, inner.group, outer.group])
-
-
-def give_back(levels: Levels | None) -> None:
-    """The end of an engine."""
-    if levels is not None:
-        give_back_group(levels.inner)
+    return Exchanges(commit, inner, [whole.group, inner.group, outer.group, levels.inner])

@@ -132,6 +132,8 @@ class MuonOptimizer(BaseOptimizer):
         self.bytes_sent += sent
         for matrix in matrices.own:
             whole, part = matrix.assemble(update, received), matrix.own
+            if whole.dim() == 4:  # filters: DeepSpeed's function flattens them itself, and then fails
+                whole = whole.flatten(1)
             # Without momentum of its own the function only orthogonalizes: M' = U' = U.
             result = muon_update(
                 whole,

@@ -23,7 +23,7 @@ from megatron_acco.zero.coarse import CoarseExchange
 from megatron_acco.zero.collectives import clone_group, give_back_group, group_limit
 from megatron_acco.zero.estimate import capture_hyper_parameters
 from megatron_acco.zero.lane import DeviceClock, Lane, Ticket
-from megatron_acco.zero.levels import find_levels, give_back, lane_exchanges
+from megatron_acco.zero.levels import find_levels, lane_exchanges
 from megatron_acco.zero.muon import base_optimizer
 from megatron_acco.zero.parallel import TensorParallel
 from megatron_acco.zero.report import RoundReport
@@ -617,13 +617,16 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         """Refused: the base would move masters and weights away from under the lane."""
         raise NotImplementedError("offload_states is not supported under ACCO; remove the call")
 
+    def keep_groups(self) -> None:
+        """Leave no process group to the next engine: it takes them in the order in which they come back."""
+        self._own_groups.clear()
+
     def destroy(self) -> None:
         """Close the lane and detach the parameters, then what the base does."""
         self.lane.close()
         if self.lane.idle and not self.lane.failed:
             while self._own_groups:
                 give_back_group(self._own_groups.pop())
-            give_back(self.levels)
         self._buffers.release()
         super().destroy()
         unlink_parameters(self._slots())

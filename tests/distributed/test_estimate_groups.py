@@ -284,3 +284,29 @@ def test_one_group_is_all_ranks(ranks) -> None:
     whole, node, two = (assemble(ranks(2).run(train, dataclasses.replace(run))) for run in runs)
     assert_same_bits(whole, node)
     assert_same_bits(whole, two)
+
+
+def groups_left_twice(run: Run) -> int:
+    """Job: process groups that an engine has left to the next one more than once."""
+    from megatron_acco.zero import collectives
+
+    with running(run) as (engine, _):
+        one_update(engine, 0)
+        engine.destroy()
+    left = [group for groups in collectives._free_groups.values() for group in groups]
+    return len(left) - len(set(left))
+
+
+def test_an_engine_leaves_its_groups_once(ranks) -> None:
+    """Else two threads share one, or ranks take different ones and wait for each other."""
+    assert ranks(4).run(groups_left_twice, Run("acco", acco=grouped(2))) == [0] * 4
+
+
+def trained_with(accos: list[dict[str, Any]]) -> str:
+    """Job: why ranks with different settings do not train."""
+    return refusal(Run("acco", acco=accos[torch.distributed.get_rank()]))
+
+
+def test_ranks_that_disagree_on_the_groups_are_refused(ranks) -> None:
+    for message in ranks(2).run(trained_with, [{}, grouped(1)]):
+        assert "\"acco.estimate_group\" must be the same on all ranks; by rank it is ['all', 1]" in message
