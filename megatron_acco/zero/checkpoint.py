@@ -154,10 +154,11 @@ class CheckpointEngine(DeepSpeedEngine):
             return shards.cut(every, layout, self.optimizer.optimizer.state_dict()["param_groups"])
 
         shard = shards.on_all_ranks(own)
-        if self.optimizer.agree(shard is not None and shards.fits(shard, layout)):
-            return shard
-        log_dist(f"cutting the optimizer state of {saved_ranks} data-parallel ranks to this run's partitions", [0])
-        return shards.on_all_ranks(all_cut)
+        if not self.optimizer.agree(shard is not None and shards.fits(shard, layout)):
+            log_dist(f"cutting the optimizer state of {saved_ranks} data-parallel ranks to this run's partitions", [0])
+            shard = shards.on_all_ranks(all_cut)
+        shards.on_all_ranks(lambda: self.optimizer.check_saved(shard))
+        return shard
 
     def _get_all_zero_checkpoints(self, load_dir: str, tag: str) -> Any:
         """As the base, which reads them here; only this rank's entry is used."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -44,8 +44,8 @@ class BaseOptimizer:
         # Applications that are still watched for what the optimizer remembers in the wrong place.
         self._watched = 4
 
-    def check_state(self) -> None:
-        """Raises: ValueError if loaded state does not belong to these partitions."""
+    def check_state(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """Raises: ValueError if state that is to be loaded, by group, does not belong to these partitions."""
 
     def step(self, index: int, hyper: Hyper, grad: Tensor) -> None:
         """(theta, S) <- Opt(theta, S, grad) for group `index`; `grad` [partition] fp32 may be overwritten."""

@@ -10,8 +10,9 @@ clipping, as in DeepSpeed's BF16_Optimizer; DeepSpeed's ZeRO-1 clips O(U) instea
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,11 +77,10 @@ class MuonOptimizer(BaseOptimizer):
             size = self._param(index).numel()
             self._matrices[index] = ShardedMatrices(own, size, exchange.rank, exchange.world_size)
 
-    def check_state(self) -> None:
-        """Raises: ValueError if a loaded momentum does not belong to the shard."""
+    def check_state(self, saved: Sequence[Mapping[str, Any]]) -> None:
+        """As the base: momentum is cut like everything else."""
         for index in self._matrices:
-            param = self._param(index)
-            momentum = self._optimizer.state.get(param, {}).get(MOMENTUM)
+            param, momentum = self._param(index), saved[index].get(MOMENTUM)
             if momentum is not None and momentum.shape != param.shape:
                 raise ValueError(
                     f"the checkpoint's Muon momentum has {momentum.numel()} elements, a shard has {param.numel()}: it "

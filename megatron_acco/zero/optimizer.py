@@ -29,7 +29,7 @@ from megatron_acco.zero.parallel import TensorParallel
 from megatron_acco.zero.report import RoundReport
 from megatron_acco.zero.rounds import Launch, Rounds
 from megatron_acco.zero.schedule import COMMIT, PREDICTED, RoundKind, RoundSpec, UpdatePlan, plan_update
-from megatron_acco.zero.shards import EXTRAS_KEY, EXTRAS_VERSION
+from megatron_acco.zero.shards import EXTRAS_KEY, EXTRAS_VERSION, group_state
 
 REAL = "real"
 
@@ -489,10 +489,13 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
             "fraction": self.adviser.fraction(self.update),
         }
 
+    def check_saved(self, shard: Mapping[str, Any]) -> None:
+        """Raise ValueError if a saved state of this rank's layout is not one that the base optimizer can go on from."""
+        self._base.check_state([group_state(shard, index) for index in range(len(self.bit16_groups))])
+
     def load_state_dict(self, state_dict_list: Any, *args: Any, **kwargs: Any) -> None:
         """Load DeepSpeed's state and remember ACCO's extras for `restore`, if the checkpoint has them."""
         super().load_state_dict(state_dict_list, *args, **kwargs)
-        self._base.check_state()
         rank = dist.get_rank(group=self.dp_process_group)
         own = state_dict_list[rank] if state_dict_list is not None and rank < len(state_dict_list) else None
         self._extras = own.get(EXTRAS_KEY) if isinstance(own, Mapping) else None

@@ -38,6 +38,7 @@ __all__ = [
     "cut",
     "existing_files",
     "fits",
+    "group_state",
     "layout_of",
     "load",
     "masters",
@@ -225,7 +226,13 @@ def cut(shards: Iterable[Shard], layout: Sequence[Partition], options: Sequence[
                 )
             groups = [_Cut(part, f"parameter group {index}") for index, part in enumerate(layout)]
         for index, group in enumerate(groups):
-            group.add(shard[PARAM_SLICE_MAPPINGS][index], _flat_tensors(shard, index))
+            tensors = _flat_tensors(shard, index)
+            if uncut := _flat_tensors(first, index).keys() ^ tensors.keys():
+                raise ValueError(
+                    f"the checkpoint's parameter group {index} has {', '.join(sorted(uncut))} of whole parameters, as "
+                    f"DeepSpeed's Muon keeps it without acco; load it with load_optimizer_states=False"
+                )
+            group.add(shard[PARAM_SLICE_MAPPINGS][index], tensors)
     assert first is not None
     for group in groups:
         group.check()
@@ -303,7 +310,7 @@ class _Cut:
                 )
 
 
-def _group_state(shard: Shard, index: int) -> Mapping[str, Any]:
+def group_state(shard: Shard, index: int) -> Mapping[str, Any]:
     """What the base optimizer keeps for a group; empty before its first step."""
     base = shard[BASE_OPTIMIZER_STATE]
     if not isinstance(base, Mapping):
@@ -316,7 +323,7 @@ def _flat_tensors(shard: Shard, index: int) -> dict[str, Tensor]:
     weights = shard[SINGLE_PARTITION_OF_FP32_GROUPS][index]
     sizes = (weights.numel(), weights.numel() + shard[GROUP_PADDINGS][index])
     tensors = {_FP32: weights}
-    for key, value in _group_state(shard, index).items():
+    for key, value in group_state(shard, index).items():
         if torch.is_tensor(value) and value.dim() == 1 and value.numel() in sizes:
             tensors[key] = value
     for key, value in _extras(shard).items():
@@ -335,7 +342,7 @@ def _assemble(first: Shard, groups: Sequence[_Cut], options: Sequence[Mapping[st
     saved = first[BASE_OPTIMIZER_STATE]
     state: dict[int, dict[str, Any]] = {}
     for index, group in enumerate(groups):
-        own = _group_state(first, index)
+        own = group_state(first, index)
         if own:
             flat = _flat_tensors(first, index)
             # Small tensors are cloned, too: the file that they are mapped from may be removed during the training.
