@@ -15,6 +15,8 @@ from deepspeed.utils import log_dist
 from megatron_acco.config import NODE, AccoConfig
 from megatron_acco.zero import shards
 
+ACCO_GROUPS = "acco_groups"
+
 
 class CheckpointEngine(DeepSpeedEngine):
     """DeepSpeedEngine with an AccoZeroOptimizer: its checkpoints hold theta_t, and are loaded whole or not at all."""
@@ -48,8 +50,11 @@ class CheckpointEngine(DeepSpeedEngine):
         }
         shapes = {name: tensor.shape for name, tensor in frozen.items()}
         # The ranks among which the optimizer state is cut, which is what all readers take it for.
-        parts = dist.get_world_size(self.optimizer.dp_process_group)
-        return {**state, "frozen_param_shapes": shapes, "frozen_param_fragments": frozen, "dp_world_size": parts}
+        parts, levels = dist.get_world_size(self.optimizer.dp_process_group), self.optimizer.levels
+        state |= {"frozen_param_shapes": shapes, "frozen_param_fragments": frozen, "dp_world_size": parts}
+        # Groups of which there are files: on hosts that keep their own, each has those of the first.
+        apart = levels is not None and not self.use_node_local_storage()
+        return {**state, ACCO_GROUPS: len(levels.groups) if apart else 1}
 
     def _configure_checkpointing(self) -> None:
         """As the base, which knows by its numbers which ranks are of the first group that holds all shards.
@@ -106,7 +111,7 @@ class CheckpointEngine(DeepSpeedEngine):
         if universal:
             shards.on_all_ranks(lambda: self._check_universal(load_dir, tag, header["module"]))
         elif kwargs.get("load_optimizer_states", True) and not kwargs.get("load_module_only", False):
-            self._shard = self._read_shard(load_dir, tag, header["dp_world_size"])
+            self._shard = self._read_shard(load_dir, tag, header["dp_world_size"], header.get(ACCO_GROUPS, 1))
         self.optimizer.abandon()
         result = super()._load_checkpoint(load_dir, tag, *args, **kwargs)
         if universal:
@@ -127,8 +132,13 @@ class CheckpointEngine(DeepSpeedEngine):
             )
         return header
 
-    def _read_shard(self, load_dir: str, tag: str, saved_ranks: int) -> Any:
-        """This rank's optimizer state, cut anew unless every rank finds it in its own layout. Collective."""
+    def _read_shard(self, load_dir: str, tag: str, saved_ranks: int, saved_groups: int) -> Any:
+        """This rank's optimizer state, cut anew unless every rank finds it in its own layout. Collective.
+
+        Args:
+            saved_ranks: ranks of a group, among which the state was cut.
+            saved_groups: groups that saved an estimate; further ones take the first group's.
+        """
         layout, rank = shards.layout_of(self.optimizer), dist.get_rank(group=self.optimizer.dp_process_group)
         own_name = self.bfloat16_enabled()
 
@@ -145,7 +155,7 @@ class CheckpointEngine(DeepSpeedEngine):
                 return None
             state = shards.load(files([rank])[0], mapped=False)[shards.OPTIMIZER_STATE_DICT]
             levels = self.optimizer.levels
-            if levels is None or self.save_zero_checkpoint or not Path(self._group_file(load_dir, tag)).is_file():
+            if levels is None or not 0 < levels.index < saved_groups:
                 return state
             return {**state, **shards.load(self._group_file(load_dir, tag), mapped=False)}
 

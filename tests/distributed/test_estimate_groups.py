@@ -135,6 +135,29 @@ def test_the_universal_form_and_zero1_take_the_shards_of_one_group(ranks, tmp_pa
         resharding.assert_resumed(states[:2], loaded, estimate=False)
 
 
+def load_refused(run: Run, folder: str) -> str:
+    """Job: why a checkpoint does not load."""
+    with running(run) as (engine, _):
+        try:
+            engine.load_checkpoint(folder, tag="half")
+        except ValueError as refusal:
+            return str(refusal)
+    return ""
+
+
+def test_a_missing_estimate_is_refused_on_all_ranks(ranks, tmp_path) -> None:
+    """Also if a file of that name is left from a run whose estimates were of all ranks: that one is not looked at."""
+    run = Run("acco", updates=5, acco=grouped(1))
+    ranks(2).run(straight, run, 4, str(tmp_path))
+    lost = tmp_path / "half" / "acco_group_1_rank_0_mp_rank_00_estimate.pt"
+    stale = lost.rename(tmp_path / lost.name)
+    for message in ranks(2).run(load_refused, run, str(tmp_path)):
+        assert f"no file {lost} (on rank 1)" in message
+    ranks(1).run(straight, dataclasses.replace(run, acco={}), 4, str(tmp_path))
+    stale.rename(lost).write_bytes(b"")
+    assert ranks(2).run(load_refused, run, str(tmp_path)) == ["", ""]
+
+
 OTHERS = {"all ranks": (4, {}), "two ranks": (2, {}), "groups of one": (2, grouped(1)), "two of two": (4, grouped(2))}
 
 
