@@ -85,10 +85,16 @@ def check_optimizer(config: Mapping[str, Any]) -> None:
     accepted = _accepted_params(name, params, config)
     if accepted is not None:
         _check_arguments(params, accepted, "optimizer.params", name)
-    if name.lower() == "muon" and params.get("ns_method", "gram") not in _NS_METHODS:
-        raise ValueError(
-            f'"optimizer.params.ns_method" must be one of {", ".join(_NS_METHODS)}, got {describe(params["ns_method"])}'
-        )
+    if name.lower() == "muon":
+        if params.get("ns_method", "gram") not in _NS_METHODS:
+            raise ValueError(
+                f'"optimizer.params.ns_method" must be one of {", ".join(_NS_METHODS)}, got '
+                f"{describe(params['ns_method'])}"
+            )
+        if not _is_beta(params.get("momentum", 0.95)):
+            raise ValueError(
+                f'"optimizer.params.momentum" must be a number from 0 up to but not 1, got {params["momentum"]}'
+            )
     _check_ranges(params)
 
 

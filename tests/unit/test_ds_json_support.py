@@ -248,6 +248,7 @@ def test_acco_optimizer_built_by_the_script_is_refused_too() -> None:
     ("params", "message"),
     [
         ({"ns_method": "newton"}, "one of gram, standard"),
+        ({"momentum": 1}, "from 0 up to but not 1"),
         ({"muon_Ir": 0.1}, 'did you mean "muon_lr"'),
         ({"adam_lr": -1}, "0 or more"),
     ],
