@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
-from deepspeed.utils import log_dist, logger
-from deepspeed.utils.tensor_fragment import fragment_address, tensor_fragment
 from torch import Tensor
 
-from megatron_acco.config import AccoConfig, Mode
+from megatron_acco.config import AccoConfig
 from megatron_acco.zero.access import link_parameters, unlink_parameters
 from megatron_acco.zero.advice import Adviser
 from megatron_acco.zero.buffers import GradBuffers, Slot
@@ -27,14 +23,12 @@ from megatron_acco.zero.levels import find_levels, lane_exchanges
 from megatron_acco.zero.muon import base_optimizer
 from megatron_acco.zero.parallel import TensorParallel
 from megatron_acco.zero.report import RoundReport
+from megatron_acco.zero.restoring import RestorableOptimizer
 from megatron_acco.zero.rounds import Launch, Rounds
-from megatron_acco.zero.schedule import COMMIT, PREDICTED, RoundKind, RoundSpec, UpdatePlan, plan_update
-from megatron_acco.zero.shards import EXTRAS_KEY, EXTRAS_VERSION, group_state
-
-REAL = "real"
+from megatron_acco.zero.schedule import RoundKind, RoundSpec, UpdatePlan, plan_update
 
 
-class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
+class AccoZeroOptimizer(RestorableOptimizer):
     """DeepSpeed's stage 1 partitioning, master weights and checkpoints; ACCO's rounds.
 
     What the module shows to compute stands in `bit16_groups_flat` (DeepSpeed's flat weights, of which the parameters
@@ -81,14 +75,14 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         self._forward_mark: Any = None
         self._half_loss_scale = 1.0
         self._losses_averaged = False
-        self._skipped: bool | None = None
+        self._skipped = None
         self._prepared = False
         self._ticket: Ticket[RoundReport] | None = None
-        self._pending: RoundSpec | None = None
+        self._pending = None
         self._shows_real = True
-        self._stash: list[Tensor] | None = None
+        self._stash = None
         self._held_real = 0
-        self._extras: Mapping[str, Any] | None = None
+        self._extras = None
         # A loop that never asks for them must not grow.
         self._reports: deque[RoundReport] = deque(maxlen=1024)
         self._buffers = GradBuffers(self.bit16_groups_flat, self._slots(), self.gradient_accumulation_dtype)
@@ -389,44 +383,6 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
     def round_observer(self, observer: Callable[[RoundSpec, int, list[Tensor], RoundReport], None] | None) -> None:
         self._rounds.observer = observer
 
-    # ---- real parameters, checkpoints -------------------------------------------------------------------------------
-
-    @contextmanager
-    def real_parameters(self) -> Iterator[None]:
-        """`show_real`, then `show_for_compute` unless theta_t was shown before."""
-        nested = self._stash is not None
-        self.show_real()
-        self._held_real += 1
-        try:
-            yield
-        finally:
-            self._held_real -= 1
-            if not nested:
-                self.show_for_compute()
-
-    def show_real(self) -> None:
-        """Show theta_t in the module (draining what is in flight), until `show_for_compute`.
-
-        Theta is there already as the result of the last commit, except in mode wp, which gathers it (collective).
-        """
-        self.drain()
-        if self._shows_real or self._stash is not None:
-            return
-        self._stash = [flat.clone() for flat in self.bit16_groups_flat]
-        if self._pending is not None and self._pending.shows_real_parameters:
-            self._copy(self._buffers.gathered_weights(), self.bit16_groups_flat)
-        else:
-            self._in_lane("the gathering of theta", lambda: self._rounds.gather_masters(self.bit16_groups_flat))
-
-    def show_for_compute(self) -> None:
-        """Put back what compute was shown before `show_real`. Changes made to the parameters since are lost.
-
-        Not inside `real_parameters()`.
-        """
-        if self._stash is not None and not self._held_real:
-            self._copy(self._stash, self.bit16_groups_flat)
-            self._stash = None
-
     # ---- access by name of parameter: see access.py -----------------------------------------------------------------
 
     def _link_all_hp_params(self) -> None:
@@ -467,56 +423,6 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
             return 1.0 / dist.get_world_size(self.data_parallel_group)
         return self._steps / micro_batches
 
-    def state_dict(self) -> dict[str, Any]:
-        """DeepSpeed's state (theta, optimizer state), and this rank's shard of what compute was shown."""
-        self.drain()
-        return {**super().state_dict(), EXTRAS_KEY: self.shown_state()}
-
-    def shown_state(self) -> dict[str, Any]:
-        """This rank's shard of what compute was shown, and what else a resumed run needs; nothing may be in flight."""
-        shown = self._stash if self._stash is not None else self.bit16_groups_flat
-        pending: Any = None
-        if self._pending is not None:
-            real = self._pending.shows_real_parameters
-            pending = REAL if real else self._shards_to_save(self._buffers.gathered_weights())
-        return {
-            "version": EXTRAS_VERSION,
-            "mode": self.acco.mode.value,
-            "shown": REAL if self._shows_real else self._shards_to_save(shown),
-            "pending": pending,
-            # Told where it would have been without the save, so that saving does not change the training.
-            "untold": self._skipped,
-            "fraction": self.adviser.fraction(self.update),
-        }
-
-    def check_saved(self, shard: Mapping[str, Any]) -> None:
-        """Raise ValueError if a saved state of this rank's layout is not one that the base optimizer can go on from."""
-        self._base.check_state([group_state(shard, index) for index in range(len(self.bit16_groups))])
-
-    def load_state_dict(self, state_dict_list: Any, *args: Any, **kwargs: Any) -> None:
-        """Load DeepSpeed's state and remember ACCO's extras for `restore`, if the checkpoint has them."""
-        super().load_state_dict(state_dict_list, *args, **kwargs)
-        rank = dist.get_rank(group=self.dp_process_group)
-        own = state_dict_list[rank] if state_dict_list is not None and rank < len(state_dict_list) else None
-        self._extras = own.get(EXTRAS_KEY) if isinstance(own, Mapping) else None
-
-    def _load_universal_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """As the base, which fails where this rank has no part of a parameter group: it gets one of no elements."""
-        nothing = fragment_address(numel=0, start=0)
-        without = [
-            (group, params[0])
-            for group, params in enumerate(self.bit16_groups)
-            if all(param._hp_mapping is None for param in params)
-        ]
-        for group, param in without:
-            own, master = param.flatten()[:0], self.single_partition_of_fp32_groups[group][:0]
-            param._hp_mapping = tensor_fragment(own, nothing, master, nothing, {}, {}, False, group)
-        try:
-            super()._load_universal_checkpoint(*args, **kwargs)
-        finally:
-            for _, param in without:
-                param._hp_mapping = None
-
     def abandon(self) -> None:
         """Wait for the round in flight and forget it, with all gradients accumulated so far."""
         self.show_for_compute()
@@ -528,79 +434,6 @@ class AccoZeroOptimizer(DeepSpeedZeroOptimizer):
         self._spans.clear()
         self._forward_mark, self._update_full = None, False
         self._half_done, self._plan, self._extras, self._skipped = False, None, None, None
-
-    def restore(self, update: int, loaded: bool) -> None:
-        """Continue at the start of update `update`. Collective.
-
-        Args:
-            update: its number.
-            loaded: weights, masters and state were loaded; otherwise compute starts at the theta that is there.
-
-        Without ACCO's extras (a checkpoint of plain ZeRO-1 or of a later release, weights only) compute starts at
-        theta itself.
-        """
-        if not loaded:
-            self._gather_loaded(None, self.bit16_groups_flat)
-        self.update = update
-        self.adviser.restart(self.acco.mode)
-        extras, self._extras = self._extras, None
-        self._shows_real = True
-        if extras is not None and extras.get("version") != EXTRAS_VERSION:
-            if dist.get_rank() == 0:
-                logger.warning(
-                    f"ACCO's own state in the checkpoint has version {extras.get('version')}, this release reads "
-                    f"{EXTRAS_VERSION}: it is left out, and compute starts at theta"
-                )
-            extras = None
-        self._skipped = extras["untold"] if extras is not None else None
-        # Weights shown under another mode's rule mean nothing to this one's.
-        if not self.agree(extras is not None and extras["mode"] == self.acco.mode.value):
-            if loaded and update > self.acco.warmup_updates and self.acco.mode is not Mode.SYNC:
-                log_dist("compute starts at theta: the checkpoint has no estimate for this mode of ACCO", ranks=[0])
-            return
-        assert extras is not None
-        if self.acco.auto_fraction and self.agree(extras.get("fraction") is not None):
-            self.adviser.restart(self.acco.mode, extras["fraction"])
-        shown, pending = extras["shown"], extras["pending"]
-        if shown != REAL:
-            self._gather_loaded(shown, self.bit16_groups_flat)
-            self._shows_real = False
-        if pending is not None:
-            real = pending == REAL
-            self._gather_loaded(None if real else pending, self._buffers.gathered_weights())
-            self._pending = COMMIT if real else PREDICTED
-
-    def agree(self, flag: bool) -> bool:
-        """Whether `flag` holds on all ranks. Collective."""
-        tensor = torch.tensor([int(flag)], dtype=torch.int32, device=self.bit16_groups_flat[0].device)
-        dist.all_reduce(tensor, op=dist.ReduceOp.MIN)  # tensor-parallel ranks of a replica, too
-        return bool(tensor.item())
-
-    def _shards_to_save(self, weights: list[Tensor]) -> list[Tensor]:
-        shards = self._get_groups_without_padding(self._rounds.own_shards(weights))
-        return [shard.clone() for shard in shards]
-
-    def _gather_loaded(self, shards: list[Tensor] | None, weights: list[Tensor]) -> None:
-        def gather() -> None:
-            if shards is None:
-                self._rounds.gather_masters(weights)
-                return
-            padded = []
-            for shard, own in zip(shards, self._rounds.own_shards(weights), strict=True):
-                padded.append(torch.zeros_like(own))
-                padded[-1][: shard.numel()].copy_(shard)
-            self._rounds.gather_shards(padded, weights)
-
-        self._in_lane("the gathering of loaded weights", gather)
-
-    def _in_lane(self, label: str, work: Callable[[], None]) -> None:
-        self.lane.submit(label, work).wait()
-
-    @staticmethod
-    @torch.no_grad()
-    def _copy(sources: list[Tensor], targets: list[Tensor]) -> None:
-        for source, target in zip(sources, targets, strict=True):
-            target.copy_(source)
 
     # ---- what of the base must not happen ---------------------------------------------------------------------------
 
