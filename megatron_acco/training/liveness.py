@@ -55,7 +55,9 @@ class Liveness:
         self._keeper: Sign | None = None  # of rank 0, for the time when it cannot be asked any more
         self._lock = threading.Lock()
         self._news = threading.Event()
-        threading.Thread(target=self._beat, name="acco-liveness", daemon=True).start()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._beat, name="acco-liveness", daemon=True)
+        self._thread.start()
 
     @classmethod
     def connect(cls, rank: int, world_size: int) -> Liveness:
@@ -141,8 +143,14 @@ class Liveness:
             with contextlib.suppress(OSError):
                 os.kill(sign.process, signal.SIGKILL)
 
+    def stop(self) -> None:
+        """Leave no more signs. A thread that is inside the store when Python ends would abort the process."""
+        self._stopped = True
+        self._news.set()
+        self._thread.join(STORE_SECONDS)
+
     def _beat(self) -> None:
-        while self.sign():
+        while not self._stopped and self.sign():
             self._news.wait(INTERVAL_SECONDS)
             self._news.clear()
 
@@ -184,6 +192,14 @@ def start(rank: int, world_size: int) -> None:
 def doing(what: str) -> contextlib.AbstractContextManager[None]:
     """See `Liveness.doing`."""
     return contextlib.nullcontext() if current is None else current.doing(what)
+
+
+def stop() -> None:
+    """Leave no more signs of life: the run has ended well."""
+    global current
+    if current is not None:
+        current.stop()
+        current = None
 
 
 def describe(progress: Callable[[], str]) -> None:

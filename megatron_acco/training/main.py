@@ -11,7 +11,7 @@ from megatron_acco.config import acco_config
 from megatron_acco.ds_json import describe_batch
 from megatron_acco.hosts.meeting import HostsRefused
 from megatron_acco.hosts.ranks import Ranks, discover_ranks
-from megatron_acco.training import environment
+from megatron_acco.training import environment, liveness
 from megatron_acco.training.checkpoint import Refused, SaveError
 from megatron_acco.training.control import Stop
 from megatron_acco.training.loop import Run, train
@@ -41,6 +41,8 @@ def main(argv: Sequence[str] | None = None, launcher: Sequence[int] = ()) -> int
             report_start(plan, run, threads)
         stop = train(run, launcher)
         dist.barrier(group=run.control)
+        liveness.stop()
+        dist.barrier(group=run.control)  # with rank 0 goes the store that the others' signs are kept in
         dist.destroy_process_group()
     except (Refused, HostsRefused) as error:
         environment.end_at_once(environment.end_with_message(ranks, str(error)))

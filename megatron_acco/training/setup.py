@@ -186,8 +186,10 @@ def build_run(plan: Plan, ranks: Ranks) -> Run:
         )
         if not isinstance(engine, megatron_acco.AccoEngine):
             sum_partial_gradients_in_backward(model, parallel_state.get_tensor_model_parallel_group())
+    parts = dist.get_world_size(engine.optimizer.dp_process_group)
+    identity = dataclasses.replace(plan.identity, partitions=parts if parts != plan.identity.ranks else 0)
     with liveness.doing("opening the --save folder"):
-        checkpointer = Checkpointer(engine, arguments.checkpoint, plan.identity, control)
+        checkpointer = Checkpointer(engine, arguments.checkpoint, identity, control)
     with liveness.doing("loading a checkpoint"):
         state = TrainState() if found is None else checkpointer.load(found)
     metrics = _open_metrics(arguments, state, resumed=found is not None, control=control)

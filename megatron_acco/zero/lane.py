@@ -10,6 +10,7 @@ on every rank.
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
 import time
@@ -23,6 +24,8 @@ import torch
 from deepspeed.accelerator import get_accelerator
 
 T = TypeVar("T")
+
+_EXIT_SECONDS = 30.0  # that a normal exit waits for work in the lane
 
 
 class LaneTimeoutError(RuntimeError):
@@ -109,6 +112,8 @@ class Lane:
         # A daemon: if a peer died inside a collective, this process must still be able to exit.
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._thread.start()
+        # A thread that comes back from a collective after Python's end aborts the process.
+        atexit.register(self._finish)
 
     def submit(self, label: str, work: Callable[[], T]) -> Ticket[T]:
         """Start `work` behind everything that the current stream has been given so far.
@@ -153,12 +158,17 @@ class Lane:
         """Let the thread end after the outstanding work; does not wait for it."""
         self._queue.put(None)
 
+    def _finish(self) -> None:
+        self.close()
+        self._thread.join(_EXIT_SECONDS)
+
     def _serve(self) -> None:
         if self._device_index is not None:
             get_accelerator().set_device(self._device_index)
         while (item := self._queue.get()) is not None:
             self._serve_one(*item)
             del item  # while it waits, the thread must not keep the tensors of its last work
+        atexit.unregister(self._finish)
 
     def _serve_one(self, ticket: Ticket[T], work: Callable[[], T], ready: Any) -> None:
         try:

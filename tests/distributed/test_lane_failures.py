@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import time
 from typing import Any
 
@@ -115,6 +117,31 @@ def threads_after_destroy(run: Run) -> tuple[list[str], list[str]]:
 def test_destroy_ends_the_lane(ranks) -> None:
     for alive, left in ranks(2).run(threads_after_destroy, Run("acco")):
         assert alive and not left
+
+
+# A training script that is at its end while a round is in flight: its thread comes back from C++ again and again.
+AT_THE_END = """
+import time
+from datetime import timedelta
+import torch.distributed as dist
+from megatron_acco.zero.lane import Lane
+
+store = dist.TCPStore("127.0.0.1", 0, is_master=True)
+
+def work():
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        store.set("key", "value")
+    print("done", flush=True)
+
+Lane("acco-lane", timedelta(seconds=60)).submit("a round", work)
+"""
+
+
+def test_a_script_may_end_with_a_round_in_flight() -> None:
+    """Python ends its daemon threads by unwinding them, which from inside C++ aborts the process."""
+    ended = subprocess.run([sys.executable, "-c", AT_THE_END], capture_output=True, text=True, timeout=60.0)
+    assert ended.returncode == 0 and ended.stdout.endswith("done\n"), ended.stderr
 
 
 def test_harness_reports_hangs_and_errors(doomed: RankPool) -> None:

@@ -53,3 +53,14 @@ def test_a_report_ends_in_time_if_rank_0_is_stopped_and_ends_it(monkeypatch: pyt
         if keeper:
             os.kill(keeper, signal.SIGKILL)
             os.waitpid(keeper, 0)
+
+
+def test_no_thread_is_left_in_the_store_when_the_run_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python ends its daemon threads by unwinding them, which from inside C++ aborts the process."""
+    monkeypatch.setattr(liveness, "INTERVAL_SECONDS", 0.0)
+    own = Liveness(store(0, is_master=True), 0, 1)
+    own.stop()
+    assert not own._thread.is_alive()
+    left = own._number
+    time.sleep(0.1)
+    assert own._number == left

@@ -69,8 +69,7 @@ class Checkpointer:
         """
         self.engine = engine
         self.options = options
-        parts = dist.get_world_size(engine.optimizer.dp_process_group)
-        self.identity = dataclasses.replace(identity, partitions=parts if parts != identity.ranks else 0)
+        self.identity = identity
         self.control = control
         self.saved_iteration: int | None = None
         self.notices: list[str] = []
