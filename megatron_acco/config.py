@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import math
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from enum import Enum, StrEnum
 from typing import Any
@@ -199,6 +199,12 @@ class AccoConfig:
         """Which data-parallel ranks exchange an estimate together: "all", "node" or a number of them."""
         return self.estimate_group if self.mode is Mode.ACCO else ALL
 
+    def check_data_parallel(self, ranks: int) -> None:
+        """Raise ValueError if `ranks` data-parallel ranks cannot be cut into the groups of `estimate_group`."""
+        size = self.estimating_ranks
+        if isinstance(size, int):
+            check_equal_groups(size, [min(size, ranks - first) for first in range(0, ranks, size)])
+
     @property
     def auto_fraction(self) -> bool:
         """Whether the split of an update is chosen from measurements."""
@@ -223,6 +229,16 @@ class AccoConfig:
             fraction = 0.5 if self.auto_fraction else float(self.estimate_fraction)
         # The small term keeps products such as 0.29 * 100 = 28.999999999999996 from losing a micro-batch.
         return min(max(1, math.floor(fraction * steps + 1e-9)), max(1, steps - 1))
+
+
+def check_equal_groups(choice: int | str, sizes: Sequence[int]) -> None:
+    """Raise ValueError if the groups of `sizes` data-parallel ranks that `estimate_group` asks for are not equal."""
+    if len(set(sizes)) > 1:
+        hint = "a size that divides them" if choice != NODE else "as many ranks on every node, or a group size"
+        raise ValueError(
+            f'"acco.estimate_group" {choice} cuts the {sum(sizes)} data-parallel ranks into groups of '
+            f'{", ".join(map(str, sizes))}, which must be equal; give {hint}, or "{ALL}"'
+        )
 
 
 def acco_config(deepspeed_config: Mapping[str, Any]) -> AccoConfig | None:

@@ -57,7 +57,7 @@ def validate(config: Mapping[str, Any], dp_world_size: int, tensor_parallel: int
     """
     config = drop_derivable(config)
     check_keys(config)
-    acco_config(config)
+    acco = acco_config(config)
     check_resolved(config)
     check_types(config)
     stage = zero_stage(config.get("zero_optimization"))
@@ -70,5 +70,7 @@ def validate(config: Mapping[str, Any], dp_world_size: int, tensor_parallel: int
     check_monitor_packages(config)
     resolved = resolve_batch(config, dp_world_size, tensor_parallel)
     check_acco_support(resolved)
+    if acco is not None:
+        acco.check_data_parallel(dp_world_size)
     check_deepspeed_accepts(resolved)
     return resolved

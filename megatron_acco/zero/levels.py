@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
-from megatron_acco.config import ALL, NODE
+from megatron_acco.config import ALL, NODE, check_equal_groups
 from megatron_acco.hosts.network import host_key
 from megatron_acco.zero.collectives import Exchange, TwoLevelExchange, clone_group, make_exchange
 
@@ -76,13 +76,7 @@ def find_levels(choice: int | str, group: dist.ProcessGroup) -> Levels | None:
             f'"acco.estimate_group": "{choice}" needs the tensor-parallel ranks of a replica on one node; here some '
             f"replicas are spread over nodes"
         )
-    sizes = [len(part) for part in groups]
-    if len(set(sizes)) > 1:
-        hint = "a size that divides them" if choice != NODE else "as many ranks on every node, or a group size"
-        raise ValueError(
-            f'"acco.estimate_group" {choice} cuts the {len(ranks)} data-parallel ranks into groups of '
-            f'{", ".join(map(str, sizes))}, which must be equal; give {hint}, or "{ALL}"'
-        )
+    check_equal_groups(choice, [len(part) for part in groups])
     if len(groups) == 1:
         return None
     index = next(i for i, part in enumerate(groups) if dist.get_rank(group) in part)

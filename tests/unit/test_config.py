@@ -134,6 +134,16 @@ def test_one_micro_batch_per_update_is_refused_in_mode_acco_only() -> None:
         AccoConfig(mode=mode).check_accumulation_steps(1)
 
 
+def test_groups_of_unequal_size_are_refused() -> None:
+    three = AccoConfig.from_dict({"estimate_group": 3})
+    with pytest.raises(ValueError, match="cuts the 8 data-parallel ranks into groups of 3, 3, 2, which must be equal"):
+        three.check_data_parallel(8)
+    three.check_data_parallel(6)
+    three.check_data_parallel(2)  # one group, smaller than asked for
+    AccoConfig(mode=Mode.DPU, estimate_group=3).check_data_parallel(8)
+    AccoConfig(estimate_group="node").check_data_parallel(8)
+
+
 # ---- the generated reference -----------------------------------------------------------------------------------------
 
 

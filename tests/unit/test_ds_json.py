@@ -478,6 +478,13 @@ def test_batch_of_one_micro_batch_is_refused_in_mode_acco_only() -> None:
     assert validate(base(acco={"enabled": False}, **one), 2)["gradient_accumulation_steps"] == 1
 
 
+def test_groups_that_do_not_divide_the_ranks_are_refused() -> None:
+    batch = {"train_batch_size": 16, "gradient_accumulation_steps": 2}
+    with pytest.raises(ValueError, match="groups of 3, 1, which must be equal"):
+        validate(base(acco={"estimate_group": 3}, **batch), 4)
+    validate(base(acco={"estimate_group": 2}, **batch), 4)
+
+
 def test_batch_of_one_micro_batch_is_refused_where_deepspeed_derives_it() -> None:
     """Steps follow from the other two, or are 1 because only one of the sizes is given."""
     assert "at least 2" in refusal({**acco(train_batch_size=4), "gradient_accumulation_steps": None})
