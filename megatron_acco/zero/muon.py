@@ -10,7 +10,10 @@ clipping, as in DeepSpeed's BF16_Optimizer; DeepSpeed's ZeRO-1 clips O(U) instea
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import functools
+import inspect
+import types
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -125,9 +128,8 @@ class MuonOptimizer(BaseOptimizer):
 
     def _orthogonalize(self, index: int, hyper: Hyper, update: Tensor) -> None:
         """U -> O(U) in this rank's shard `update` [partition] fp32. Collective."""
-        from deepspeed.runtime.zero.muon.original_muon import muon_update
-
         matrices = self._matrices[index]
+        muon_update = _eager_muon_update()
         received, sent = matrices.exchange(update, self._exchange)
         self.bytes_sent += sent
         for matrix in matrices.own:
@@ -145,6 +147,24 @@ class MuonOptimizer(BaseOptimizer):
             )
             piece = result.reshape(-1).narrow(0, part.in_matrix, part.numel)
             update.narrow(0, part.in_shard, part.numel).copy_(piece)
+
+
+@functools.cache
+def _eager_muon_update() -> Callable[..., Tensor]:
+    """DeepSpeed's `muon_update`, with all that it calls, without its `torch.compile`.
+
+    A compilation puts the random generators of the process back to where they were when it began. In the lane that
+    repeats the numbers that the main thread draws meanwhile, for dropout say, by another count in every run.
+    """
+    from deepspeed.runtime.zero.muon import original_muon
+
+    names: dict[str, Any] = dict(vars(original_muon))
+    for name, value in vars(original_muon).items():
+        if inspect.isfunction(value) and value.__module__ == original_muon.__name__:
+            plain = inspect.unwrap(value)
+            names[name] = types.FunctionType(plain.__code__, names, name, plain.__defaults__)
+    update: Callable[..., Tensor] = names["muon_update"]
+    return update
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -119,6 +120,37 @@ def test_a_resumed_run_is_the_same_run(ranks, tmp_path) -> None:
     oracle.ranks = 2
     other = whole(ranks(2).run(train_muon, run, load=folder, updates=(3, 6)))
     check(other, oracle, 2e-5)
+
+
+def numbers_drawn_beside_rounds() -> tuple[list[float], list[float]]:
+    """Job: what the main thread draws while the lane is at work, as dropout does; what it would draw by itself."""
+    import torch._dynamo
+
+    def draw() -> float:
+        time.sleep(0.002)
+        return float(torch.rand(()))
+
+    model, drawn = Net(SIZES), []
+    config = Run("acco").config() | {"optimizer": {"type": "Muon", "params": MUON}}
+    with (
+        torch._dynamo.config.patch(disable=False),
+        engine_for(model, config, None, groups=list(model.parameters())) as (engine, zero),
+    ):
+        torch.manual_seed(5)
+        for micro in range(4):
+            engine.backward(engine(*batch(0, torch.distributed.get_rank(), micro)))
+            engine.step()
+            drawn += [draw()]
+            while not zero.lane.idle:
+                drawn.append(draw())
+    torch.manual_seed(5)
+    return drawn, [float(torch.rand(())) for _ in drawn]
+
+
+def test_the_lane_leaves_random_generators_alone(ranks) -> None:
+    """`torch.compile` does not: it would put them back to where they were when it began."""
+    for drawn, alone in ranks(2).run(numbers_drawn_beside_rounds):
+        assert drawn == alone
 
 
 class Shapes(torch.nn.Module):
