@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import time
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,9 +37,16 @@ class MuonRule(Rule):
         return theta * (1 - lr * self.weight_decay) - lr * x, {"momentum_buffer": moment}
 
 
+def leave_uncompiled() -> None:
+    """Compiling the kernels of DeepSpeed's own Muon takes a minute."""
+    import torch._dynamo
+
+    torch._dynamo.config.disable = True
+
+
 def train_muon(run: Run, save: str = "", load: str = "", updates: tuple[int, int] | None = None) -> Any:
     """Job: a training with the Muon that DeepSpeed builds; each kind of parameter is a group of its own."""
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling its kernels takes a minute
+    leave_uncompiled()
     model = Net(SIZES)
     config = run.config() | {"optimizer": {"type": "Muon", "params": MUON}}
     with engine_for(model, config, None, groups=list(model.parameters())) as (engine, zero):
@@ -94,7 +100,7 @@ def test_sync_is_zero1(ranks, ranks_: int) -> None:
 
 def weights_of_zero1(updates: int) -> dict[str, Any]:
     """Job: the weights after updates of DeepSpeed's own ZeRO-1."""
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    leave_uncompiled()
     model = Net(SIZES)
     config = Run(None).config() | {"optimizer": {"type": "Muon", "params": MUON}}
     with engine_for(model, config, None, groups=list(model.parameters())) as (engine, _):
@@ -130,6 +136,7 @@ def numbers_drawn_beside_rounds() -> tuple[list[float], list[float]]:
         time.sleep(0.002)
         return float(torch.rand(()))
 
+    torch._dynamo.reset()  # what other jobs have left of its caches
     model, drawn = Net(SIZES), []
     config = Run("acco").config() | {"optimizer": {"type": "Muon", "params": MUON}}
     with (
@@ -168,7 +175,7 @@ class Shapes(torch.nn.Module):
 
 def muon_engine(mode: str | None, *shapes: tuple[int, ...]) -> Any:
     """(engine, optimizer) as a context: `Shapes` under Muon."""
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    leave_uncompiled()
     config = Run(mode).config() | {"optimizer": {"type": "Muon", "params": MUON}}
     return engine_for(model := Shapes(*shapes), config, None, groups=list(model.parameters()))
 
@@ -219,7 +226,7 @@ def test_momentum_of_whole_matrices_is_refused(ranks, tmp_path) -> None:
 
 def only_muon_or_its_own_adam(own_adam: bool) -> str:
     """Job: an engine over MuonWithAuxAdam built by the script, of matrices only or with Adam steps of its own."""
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    leave_uncompiled()
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
     model = Net(SIZES)
@@ -247,7 +254,7 @@ def megatron_matrices(tp: int) -> list[str] | str:
     """Job: the parameters of a Llama-like megatron-core model that Muon gets, or why there is no engine."""
     import megatron_acco
 
-    os.environ["TORCHDYNAMO_DISABLE"] = "1"
+    leave_uncompiled()
     with gpt.parallel(tp):
         model = gpt.build(gpt.Case(tp=tp, style="llama"))
         try:
